@@ -1,0 +1,1 @@
+"""Attention kernels over paged KV caches: one folder an operation, one file a backend."""

@@ -1,0 +1,1 @@
+"""Everything that touches a file or a store; the only place with effects."""

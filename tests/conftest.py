@@ -1,0 +1,53 @@
+"""Shared fixtures: strict numerics, and data that lives outside the repository."""
+
+import pathlib
+
+import jax
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shared",
+        type=pathlib.Path,
+        default=REPOSITORY.parent / "shared",
+        help="folder with reference logits of real models; tests that need it skip without it",
+    )
+    parser.addoption(
+        "--models",
+        type=pathlib.Path,
+        default=REPOSITORY.parent / "models",
+        help="folder with GGUF files of larger models; tests that need them skip without it",
+    )
+
+
+@pytest.fixture(scope="session")
+def shared(request):
+    """The folder of reference data, or a skip that says what is missing."""
+    folder = request.config.getoption("--shared")
+    if not (folder / "reference").is_dir():
+        pytest.skip(f"no reference data at {folder}: give its place with --shared DIR")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gguf_file(request):
+    """A function from a model's name to its GGUF file; skips if the file is nowhere."""
+    names = {
+        "smollm2-135m": "smollm2_135m.gguf",
+        "gemma3-270m": "gemma3_270m.gguf",
+        "qwen2.5-coder-0.5b": "qwen2.5_coder_0.5b.gguf",
+    }
+
+    def find(name):
+        path = request.config.getoption("--models") / names[name]
+        if path.is_file():
+            return path
+        pytest.skip(f"no {names[name]} in {path.parent}: give the folder with --models DIR")
+
+    return find
