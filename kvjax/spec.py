@@ -217,7 +217,8 @@ class KVSpec:
                 continue
             where = f"layers[{index}].shared is {layer.shared}"
             if layer.shared >= index:
-                raise ValueError(f"{where}: must name an earlier layer, 0 to {index - 1}")
+                allowed = f"0 to {index - 1}" if index else "but the first has none before it"
+                raise ValueError(f"{where}: must name an earlier layer, {allowed}")
             stored = layers[layer.shared]
             if stored.shared is not None:
                 raise ValueError(
@@ -278,6 +279,7 @@ class KVSpec:
         >>> [both.bytes_per_sequence(tokens, 16) // 2**10 for tokens in (512, 1024, 1025)]
         [1024, 1536, 1568]
         """
+        _check_integer("tokens", tokens, 0)
         return self.bytes_shared_prefix(0, (tokens,), page_size)
 
     def bytes_read_per_step(self, tokens: int) -> int:
@@ -423,7 +425,7 @@ def wasted_slots(tokens: int, page_size: int) -> int:
 
 
 def quantized_bytes_per_element(bits: int, group: int, metadata_bytes: float) -> float:
-    """Mean bytes of one element that is stored in groups: bits / 8 + metadata_bytes / group (section 5).
+    """Mean bytes of an element stored in groups: bits / 8 + metadata_bytes / group (section 5).
 
     Args:
       bits: bits of one element.
