@@ -1,1 +1,19 @@
 """Attention kernels over paged KV caches: one folder an operation, one file a backend."""
+
+from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.paged_attention import paged_attention
+from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from kvjax.pallas_kernels.support import IMPLEMENTATIONS, OPERATIONS, supported, target_platform
+from kvjax.pallas_kernels.validate import check_ragged, check_tables
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "OPERATIONS",
+    "AttentionOutput",
+    "check_ragged",
+    "check_tables",
+    "paged_attention",
+    "ragged_paged_attention",
+    "supported",
+    "target_platform",
+]

@@ -1,0 +1,69 @@
+"""Ragged paged attention as its definition reads: every query is a decode of its own."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.paged_attention.reference import paged_attention_reference
+
+
+def ragged_paged_attention_reference(
+    q: Float[Array, "T Hq D"],
+    k_pages: Float[Array, "N Hkv P D"],
+    v_pages: Float[Array, "N Hkv P Dv"],
+    block_tables: Int32[Array, "B M"],
+    kv_lengths: Int32[Array, "B"],
+    cu_q_lengths: Int32[Array, "B+1"],
+    *,
+    scale: float,
+    window: int | None,
+    sink_tokens: int,
+    sink_logits: Float[Array, "Hq"] | None,
+    soft_cap: float | None,
+    page_stats: bool,
+) -> AttentionOutput:
+    """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
+
+    The yardstick of the other implementations: obvious, not fast. It materialises a whole table of
+    pages for every query ([T, M, Hkv, P, D], float32).
+
+    Args:
+        q: [T, Hq, D].
+        k_pages: [N, Hkv, P, D].
+        v_pages: [N, Hkv, P, Dv].
+        block_tables: int32 [B, M].
+        kv_lengths: int32 [B], tokens.
+        cu_q_lengths: int32 [B + 1], where each sequence's queries start.
+        scale: factor of the scores.
+        window: tokens a query sees, itself included, or None.
+        sink_tokens: first tokens that stay visible outside the window.
+        sink_logits: [Hq] or None.
+        soft_cap: bound of the scores, or None.
+        page_stats: whether to return page statistics.
+
+    Returns:
+        The `AttentionOutput`, T = q.shape[0].
+    """
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    # The last sequence that starts at or before the row: one without queries starts where the
+    # next does, so it is passed over.
+    sequence = jnp.searchsorted(cu_q_lengths[1:], row, side="right").astype(jnp.int32)
+    padding = row >= cu_q_lengths[-1]
+    sequence = jnp.where(padding, 0, sequence)
+    positions = kv_lengths[sequence] - cu_q_lengths[sequence + 1] + row
+    result = paged_attention_reference(
+        q,
+        k_pages,
+        v_pages,
+        block_tables[sequence],
+        jnp.where(padding, 0, kv_lengths[sequence]),
+        scale=scale,
+        window=window,
+        sink_tokens=sink_tokens,
+        sink_logits=sink_logits,
+        soft_cap=soft_cap,
+        query_positions=positions,
+        page_stats=page_stats,
+    )
+    # A padding row has no softmax, not even over a sink.
+    return result._replace(lse=jnp.where(padding[:, None], -jnp.inf, result.lse))
