@@ -1,0 +1,245 @@
+"""The one test body that every implementation of both attention operations runs.
+
+A case is a shape and a set of options; `build` turns it into a batch that is as hostile as a real
+pool: physical pages shuffled, every page that no sequence owns and every slot past a sequence's
+length NaN, unused table entries out of range or pointing at such pages, padding queries NaN.
+"""
+
+import dataclasses
+import functools
+import math
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import paged_attention, ragged_paged_attention, supported
+from tests.pallas_kernels import oracle
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+API = {"paged_attention": paged_attention, "ragged_paged_attention": ragged_paged_attention}
+HOME = {"reference": "cpu", "xla": "cpu", "tpu": "tpu", "gpu": "gpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape and its options. `positions` is what to add to lengths - 1 (decode only)."""
+
+    page_size: int = 16
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    kv_heads: int = 2
+    group: int = 3
+    dtype: str = "float32"
+    q_dtype: str | None = None
+    scale: float | None = None
+    window: int | None = None
+    sink_tokens: int = 0
+    sink_logits: bool = False
+    soft_cap: float | None = None
+    positions: int | None = None
+    page_stats: bool = False
+
+    @property
+    def name(self):
+        """What differs from the plain case."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(changed) or "plain"
+
+
+SHAPES = (
+    Case(page_stats=True),
+    Case(page_size=8, head_dim=128, group=4, page_stats=True),
+    Case(page_size=64, head_dim=80, kv_heads=1, group=4),
+    Case(page_size=128, head_dim=256, group=1, page_stats=True),
+    Case(head_dim=128, v_head_dim=64),
+    Case(head_dim=24, v_head_dim=16, kv_heads=3, group=1),
+    Case(dtype="bfloat16", head_dim=128, page_stats=True),
+    Case(dtype="bfloat16", page_size=64, head_dim=80, group=4),
+    Case(dtype="bfloat16", q_dtype="float32", kv_heads=1, group=3),
+    Case(dtype="float16"),
+)
+OPTIONS = (
+    Case(scale=0.3),
+    Case(window=5, page_stats=True),
+    Case(window=20, sink_tokens=3, page_stats=True),
+    Case(window=16, sink_tokens=18),
+    Case(window=1),
+    Case(window=10_000),
+    Case(sink_logits=True, page_stats=True),
+    Case(soft_cap=2.0),
+    Case(
+        window=18,
+        sink_tokens=2,
+        sink_logits=True,
+        soft_cap=3.0,
+        scale=0.2,
+        page_stats=True,
+        head_dim=128,
+        dtype="bfloat16",
+    ),
+)
+DECODE = (
+    *SHAPES,
+    *OPTIONS,
+    Case(positions=1, window=5, page_stats=True),
+    Case(positions=1, window=1, sink_logits=True, page_stats=True),
+    Case(positions=-2, window=20, sink_tokens=2),
+)
+RAGGED = (*SHAPES, *OPTIONS)
+
+
+def pool(rng, case, lengths, width):
+    """Pages that hold each sequence's random tokens, in shuffled places among NaN."""
+    needed = [-(-length // case.page_size) for length in lengths]
+    num_pages = sum(needed) + 5
+    free = list(rng.permutation(num_pages))
+    v_head_dim = case.v_head_dim or case.head_dim
+    shape = (num_pages, case.kv_heads, case.page_size)
+    k_pages = np.full((*shape, case.head_dim), np.nan)
+    v_pages = np.full((*shape, v_head_dim), np.nan)
+    block_tables = np.full((len(lengths), width), num_pages, np.int32)
+    for row, length in enumerate(lengths):
+        for entry in range(needed[row]):
+            page = free.pop()
+            block_tables[row, entry] = page
+            held = min(case.page_size, length - entry * case.page_size)
+            k_pages[page, :, :held] = rng.normal(size=(case.kv_heads, held, case.head_dim))
+            v_pages[page, :, :held] = rng.normal(size=(case.kv_heads, held, v_head_dim))
+    # Entries past the length: half say "no page" (N), the others are stale: a NaN page, or N + 7.
+    stale = np.arange(width)[None, :] >= np.asarray(needed)[:, None]
+    choice = rng.integers(0, 4, block_tables.shape)
+    block_tables[stale & (choice == 0)] = free[0]
+    block_tables[stale & (choice == 1)] = num_pages + 7
+    return k_pages, v_pages, block_tables
+
+
+def build(op, case, seed=0):
+    """A batch for the case: (arrays by argument name, options by argument name)."""
+    rng = np.random.default_rng(seed)
+    size = case.page_size
+    heads = case.kv_heads * case.group
+    if op == "paged_attention":
+        lengths = rng.permutation([0, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1])
+        rows = len(lengths)
+    else:
+        # (cached tokens, queries): prefill chunks, whole prompts, decodes, and a row with neither.
+        batch = [(size + 1, 1), (2 * size + 1, size + 3), (0, 0), (5, 5), (size, 0), (2 * size, 1)]
+        batch += [(1, 1), (size - 1, 4)]
+        order = rng.permutation(len(batch))
+        lengths, queries = np.asarray(batch)[order].T
+        starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+        rows = starts[-1] + 3
+    k_pages, v_pages, block_tables = pool(rng, case, lengths, width=4)
+    q = rng.normal(size=(rows, heads, case.head_dim))
+    arrays = {
+        "q": jnp.asarray(q, case.q_dtype or case.dtype),
+        "k_pages": jnp.asarray(k_pages, case.dtype),
+        "v_pages": jnp.asarray(v_pages, case.dtype),
+        "block_tables": jnp.asarray(block_tables),
+    }
+    options = {
+        "scale": case.scale,
+        "window": case.window,
+        "sink_tokens": case.sink_tokens,
+        "sink_logits": None,
+        "soft_cap": case.soft_cap,
+        "page_stats": case.page_stats,
+    }
+    if case.sink_logits:
+        options["sink_logits"] = jnp.asarray(rng.normal(size=heads), jnp.float32)
+    if op == "paged_attention":
+        arrays["lengths"] = jnp.asarray(lengths, jnp.int32)
+        options["query_positions"] = (
+            None
+            if case.positions is None
+            else jnp.maximum(arrays["lengths"] - 1 + case.positions, 0)
+        )
+    else:
+        arrays["q"] = arrays["q"].at[starts[-1] :].set(jnp.nan)
+        arrays["kv_lengths"] = jnp.asarray(lengths, jnp.int32)
+        arrays["cu_q_lengths"] = jnp.asarray(starts)
+    return arrays, options
+
+
+def expected(op, arrays, options):
+    """What the oracle says, as numpy arrays in the order of `AttentionOutput`."""
+    held = {name: np.asarray(array) for name, array in arrays.items()}
+    settings = {name: value for name, value in options.items() if name != "page_stats"}
+    if op == "ragged_paged_attention":
+        return oracle.ragged(**held, **settings)
+    positions = settings.pop("query_positions")
+    positions = held["lengths"] - 1 if positions is None else np.asarray(positions)
+    return oracle.paged(**held, query_positions=positions, **settings)
+
+
+def why_not(op, implementation, arrays):
+    """The reason why an implementation refuses these shapes on its own platform, or None."""
+    return supported(
+        op,
+        implementation,
+        platform=HOME[implementation],
+        head_dim=arrays["q"].shape[2],
+        v_head_dim=arrays["v_pages"].shape[3],
+        page_size=arrays["k_pages"].shape[2],
+        dtype=arrays["k_pages"].dtype,
+    )
+
+
+def run(op, implementation, arrays, options):
+    """Call an implementation: through the public function, or the Pallas kernel interpreted."""
+    if implementation in ("reference", "xla"):
+        function = functools.partial(API[op], implementation=implementation)
+    else:
+        module = import_module(f"kvjax.pallas_kernels.{op}.{implementation}")
+        function = getattr(module, f"{op}_{implementation}")
+        options = dict(options)
+        if options["scale"] is None:
+            options["scale"] = 1 / math.sqrt(arrays["q"].shape[2])
+        if "query_positions" in options and options["query_positions"] is None:
+            options["query_positions"] = arrays["lengths"] - 1
+        if implementation == "tpu":
+            from jax.experimental.pallas import tpu as pltpu
+
+            options["interpret"] = pltpu.InterpretParams()
+        else:
+            options["interpret"] = True
+    traced = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    static = {name: value for name, value in options.items() if name not in traced}
+    return jax.jit(functools.partial(function, **static))(**arrays, **traced)
+
+
+def assert_close(result, wanted, tolerance, page_stats):
+    """Hold a result against the oracle; infinities must match exactly."""
+    for name, got, want in zip(result._fields, result, wanted, strict=True):
+        if name.startswith("page") and not page_stats:
+            assert got is None
+            continue
+        if name != "out":
+            assert got.dtype == jnp.float32
+        assert got.shape == want.shape
+        got = np.asarray(got, np.float64)
+        np.testing.assert_allclose(got, want, tolerance, tolerance, err_msg=name)
+
+
+def check(op, implementation, case):
+    """The body: the implementation equals the oracle, or is refused by name with its reason."""
+    arrays, options = build(op, case)
+    reason = why_not(op, implementation, arrays)
+    if reason is not None:
+        with pytest.raises(ValueError, match="cannot run") as error:
+            API[op](**arrays, **options, implementation=implementation)
+        assert reason in str(error.value)
+        return
+    result = run(op, implementation, arrays, options)
+    assert result.out.dtype == arrays["q"].dtype
+    wanted = expected(op, arrays, options)
+    assert_close(result, wanted, TOLERANCE[case.dtype], case.page_stats)
+    nothing = np.isneginf(wanted[1]) if options["sink_logits"] is None else wanted[1] == np.inf
+    assert not np.asarray(result.out)[nothing].any()
