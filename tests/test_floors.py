@@ -45,7 +45,7 @@ WRITING_CALLS = {
 """Names of calls that change files. Names that other objects have too count on FILE_OWNERS only."""
 
 AMBIGUOUS = {"copy", "link", "move", "remove", "rename", "replace", "save", "truncate"}
-FILE_OWNERS = {"np", "numpy", "os", "path", "pathlib", "shutil", "tempfile"}
+FILE_OWNERS = {"np", "numpy", "os", "pathlib", "shutil", "tempfile"}
 
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 LARGEST_FILE = 25 * 1024  # bytes
@@ -149,7 +149,7 @@ class Writes(ast.NodeVisitor):
         called = ast.unparse(node.func).split(".")
         if called[-1] in ("open", "fdopen", "memmap", "open_memmap"):
             # `path.open(mode)` has no path among its arguments, and NumPy maps to write by default.
-            is_method = called != ["open"] and called[0] not in {"gzip", "io", *FILE_OWNERS}
+            is_method = called != ["open"] and called[0] not in {"gzip", "io", "np", "numpy", "os"}
             modes = [k.value for k in node.keywords if k.arg == "mode"]
             modes += node.args[0 if is_method else 1 :][:1]
             mode = "r+" if "memmap" in called[-1] and not modes else "r"
@@ -275,6 +275,7 @@ BAD = (
     (writing_faults, "models/gguf.py", "open(path, 'wb')", "open writes a file"),
     (writing_faults, "models/gguf.py", "open(path, mode='a')", "open writes a file"),
     (writing_faults, "models/gguf.py", "path.open('r+b')", "path.open writes"),
+    (writing_faults, "models/gguf.py", "pathlib.Path(x).open('w')", "open writes"),
     (writing_faults, "models/gguf.py", "pathlib.Path(x).write_text('')", "write_text writes"),
     (writing_faults, "models/gguf.py", "np.save(path, x)", "np.save writes"),
     (writing_faults, "models/gguf.py", "np.memmap(path)", "np.memmap writes"),
