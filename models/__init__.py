@@ -1,1 +1,44 @@
 """Flax NNX decoder models, checkpoint readers and tokenizers; they know nothing of the cache."""
+
+from kvjax.models.attend import (
+    ContiguousCache,
+    causal_attend,
+    contiguous_attend,
+    contiguous_cache,
+    dense_attention,
+)
+from kvjax.models.checkpoint import (
+    Checkpoint,
+    Params,
+    build,
+    check_tokens,
+    check_weights,
+    parameters,
+    random_checkpoint,
+)
+from kvjax.models.config import LayerConfig, ModelConfig, RopeScaling
+from kvjax.models.decoder import Attend, Decoder
+from kvjax.models.gguf_reader import read_gguf
+from kvjax.models.tokenizer import Tokenizer
+
+__all__ = [
+    "Attend",
+    "Checkpoint",
+    "ContiguousCache",
+    "Decoder",
+    "LayerConfig",
+    "ModelConfig",
+    "Params",
+    "RopeScaling",
+    "Tokenizer",
+    "build",
+    "causal_attend",
+    "check_tokens",
+    "check_weights",
+    "contiguous_attend",
+    "contiguous_cache",
+    "dense_attention",
+    "parameters",
+    "random_checkpoint",
+    "read_gguf",
+]

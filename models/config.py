@@ -1,0 +1,144 @@
+"""What a decoder is made of: static facts, hashable, equal when the models are alike."""
+
+import dataclasses
+import math
+from typing import Any, Literal, Self
+
+RopeKind = Literal["linear", "llama3", "yarn", "factors"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the context a model was trained on.
+
+    `linear` divides every frequency by `factor` (position interpolation); `llama3` leaves high
+    frequencies alone and divides low ones; `yarn` (arXiv:2309.00071, section 3.2) interpolates by
+    the number of rotations within the original context and sharpens attention; `factors` divides
+    frequency i by `factors[i]` (what GGUF files of Llama 3.1 carry).
+    """
+
+    kind: RopeKind
+    factor: float = 1.0  # how many times longer the context becomes
+    original_context: int = 0  # tokens, for llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn, rotations
+    beta_slow: float = 1.0  # yarn, rotations
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # factors, one a frequency
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3", "yarn", "factors"):
+            raise ValueError(
+                f"rope scaling kind={self.kind!r} is not known: use linear, llama3, yarn or factors"
+            )
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"rope scaling factor={self.factor} must be a positive number")
+        if self.kind in ("llama3", "yarn") and self.original_context < 1:
+            raise ValueError(
+                f"rope scaling {self.kind} needs original_context >= 1 (tokens), "
+                f"not {self.original_context}"
+            )
+        if self.kind == "factors" and not all(f > 0 and math.isfinite(f) for f in self.factors):
+            raise ValueError(f"rope factors must be positive numbers, not {self.factors}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One layer's attention: what its cache must hold and what its queries may see."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # a query sees the last `window` tokens, itself included
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1 token, or None for all")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 1")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "factors":
+            if len(scaling.factors) != self.head_dim // 2:
+                raise ValueError(
+                    f"rope factors hold {len(scaling.factors)} numbers, "
+                    f"head_dim={self.head_dim} needs {self.head_dim // 2}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder, up to its weights."""
+
+    architecture: str  # llama, mistral, qwen2, qwen3, gemma3: for people; nothing branches on it
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerConfig, ...]
+    max_context: int  # tokens the model was made for
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False  # the LM head is the embedding table
+    attn_scale: float | None = None  # None: head_dim ** -0.5
+    attn_soft_cap: float | None = None  # scores become c * tanh(score / c)
+    final_soft_cap: float | None = None  # the same for logits
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each query's and key's head_dim, before RoPE
+    embed_scale: float | None = None  # embeddings are multiplied by it
+    post_norms: bool = False  # RMSNorm after attention and after the MLP, before the residual sum
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.layers:
+            raise ValueError("layers=() is empty: a decoder needs at least one layer")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be positive")
+        for name in ("attn_scale", "attn_soft_cap", "final_soft_cap", "embed_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be positive, or None")
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"activation={self.activation!r} is not known: use silu or gelu_tanh")
+
+    def scale(self, layer: int) -> float:
+        """What layer `layer`'s attention scores are multiplied by."""
+        if self.attn_scale is not None:
+            return self.attn_scale
+        return float(self.layers[layer].head_dim ** -0.5)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, as JSON can hold them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range.
+        """
+        try:
+            layers = []
+            for layer in fields["layers"]:
+                scaling = layer.get("rope_scaling")
+                if scaling is not None:
+                    scaling = RopeScaling(**{**scaling, "factors": tuple(scaling["factors"])})
+                layers.append(LayerConfig(**{**layer, "rope_scaling": scaling}))
+            return cls(**{**fields, "layers": tuple(layers)})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a stored ModelConfig: {error}") from error
