@@ -1,0 +1,130 @@
+"""Who holds which page: reserve, release, fork. Vectorised, deterministic, all or nothing."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from kvjax.cache.pages import copy_pages
+from kvjax.cache.state import PagedKVCache, Reservation
+from kvjax.errors import KvjaxError
+
+
+def reserve(
+    cache: PagedKVCache, counts: Int32[Array, " B"], *, max_count: int | None = None
+) -> tuple[PagedKVCache, Reservation]:
+    """Give every sequence the pages that its next `counts` tokens need.
+
+    The free pages of lowest id go to the sequences in order. If the pool cannot serve all, or a
+    block table is too narrow, nothing changes and the reservation says so; that never raises
+    inside a program (see `Reservation.check`). Reserving again what is reserved takes nothing.
+
+    Args:
+      cache: the cache.
+      counts: int32 [B], tokens about to be appended; 0 asks for nothing.
+      max_count: a bound on `counts` known before tracing, in tokens; it makes the program smaller
+        (1 in a decode loop). None means that a sequence may ask for its whole block table.
+
+    Returns:
+      The cache with the new pages in its block tables, and the reservation.
+
+    Raises:
+      KvjaxError: `max_count` is below 1.
+    """
+    if max_count is not None and max_count < 1:
+        raise KvjaxError(f"max_count is {max_count}: must be at least 1, or None")
+    size, width = cache.page_size, cache.max_pages
+    held = cache.pages_held
+    wanted = (cache.lengths + counts + (size - 1)) // size
+    extra = jnp.where(counts > 0, jnp.maximum(wanted - held, 0), 0)
+    needed = jnp.sum(extra, dtype=jnp.int32)
+    taken = jnp.cumsum(cache.page_refs == 0, dtype=jnp.int32)  # free pages with ids up to this one
+    free = taken[-1]
+    longest = jnp.max(jnp.where(counts > 0, wanted, held))
+    ok = (needed <= free) & (longest <= width)
+
+    # The k-th new page of sequence b is the free page of rank (pages of earlier sequences) + k.
+    most = width if max_count is None else min(width, -(-max_count // size) + 1)
+    k = jnp.arange(most, dtype=jnp.int32)[None, :]
+    before = jnp.cumsum(extra, dtype=jnp.int32) - extra
+    wanted_here = (k < extra[:, None]) & ok
+    pages = jnp.searchsorted(taken, before[:, None] + k + 1, method="scan").astype(jnp.int32)
+    pages = jnp.where(wanted_here, pages, cache.num_pages)
+    column = jnp.where(wanted_here, held[:, None] + k, width)
+    row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
+    updated = dataclasses.replace(
+        cache,
+        block_tables=cache.block_tables.at[row, column].set(pages, mode="drop"),
+        page_refs=cache.page_refs.at[pages].add(1, mode="drop"),
+    )
+    return updated, Reservation(ok=ok, needed=needed, free=free, longest=longest)
+
+
+def advance(cache: PagedKVCache, counts: Int32[Array, " B"]) -> PagedKVCache:
+    """Count tokens as written, once every layer holds them.
+
+    Args:
+      cache: the cache, with pages reserved and rows written.
+      counts: int32 [B], tokens written a sequence.
+    """
+    return dataclasses.replace(cache, lengths=cache.lengths + counts)
+
+
+def release(cache: PagedKVCache, sequences: Bool[Array, " B"]) -> PagedKVCache:
+    """Empty the marked sequences; a page that no other sequence holds becomes free.
+
+    Args:
+      cache: the cache.
+      sequences: bool [B], which to release. Releasing an empty one changes nothing.
+    """
+    marked = sequences[:, None]
+    dropped = jnp.where(marked, cache.block_tables, cache.num_pages)
+    return dataclasses.replace(
+        cache,
+        block_tables=jnp.where(marked, cache.num_pages, cache.block_tables),
+        lengths=jnp.where(sequences, 0, cache.lengths),
+        page_refs=cache.page_refs.at[dropped].add(-1, mode="drop"),
+    )
+
+
+def fork(
+    cache: PagedKVCache, source: Int32[Array, ""], target: Int32[Array, ""]
+) -> tuple[PagedKVCache, Reservation]:
+    """Make `target` a sequence with `source`'s tokens, sharing every full page.
+
+    The open tail page is copied at once (copy-on-write with the write foreseen: the next token
+    goes there), so whoever appends next writes to a page of its own and neither sees the other.
+    Whatever `target` held before is released. Pages `source` only reserved are not shared.
+
+    Args:
+      cache: the cache.
+      source: int32 scalar, the sequence to copy, 0 to B - 1.
+      target: int32 scalar, the sequence to fill, 0 to B - 1, not `source`.
+
+    Returns:
+      The cache and the reservation of the tail page; if it failed, nothing changed.
+    """
+    emptied = release(cache, jnp.arange(cache.batch, dtype=jnp.int32) == target)
+    length = emptied.lengths[source]
+    full = length // cache.page_size
+    open_tail = (length % cache.page_size) > 0
+    free_pages = emptied.page_refs == 0
+    free = jnp.sum(free_pages, dtype=jnp.int32)
+    needed = open_tail.astype(jnp.int32)
+    ok = needed <= free
+
+    column = jnp.arange(cache.max_pages, dtype=jnp.int32)
+    old = emptied.block_tables[source]
+    fresh = jnp.argmax(free_pages).astype(jnp.int32)
+    table = jnp.where(column < full, old, cache.num_pages)
+    table = jnp.where((column == full) & open_tail, fresh, table)
+    tail = jnp.where(open_tail & ok, fresh, cache.num_pages)
+    copied = copy_pages(emptied, old[jnp.minimum(full, cache.max_pages - 1)][None], tail[None])
+    result = dataclasses.replace(
+        copied,
+        block_tables=jnp.where(ok, emptied.block_tables.at[target].set(table), cache.block_tables),
+        lengths=jnp.where(ok, emptied.lengths.at[target].set(length), cache.lengths),
+        page_refs=jnp.where(ok, emptied.page_refs.at[table].add(1, mode="drop"), cache.page_refs),
+    )
+    longest = jnp.maximum(full + needed, jnp.max(cache.pages_held))
+    return result, Reservation(ok=ok, needed=needed, free=free, longest=longest)

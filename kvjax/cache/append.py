@@ -1,0 +1,66 @@
+"""Appending tokens of all layers at once: reserve, write, advance."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.allocate import advance, reserve
+from kvjax.cache.pages import ragged_rows, token_slots, write
+from kvjax.cache.state import PagedKVCache, Reservation
+from kvjax.errors import KvjaxError
+
+
+def append(
+    cache: PagedKVCache,
+    keys: Sequence[Float[Array, "T Hkv D"]],
+    values: Sequence[Float[Array, "T Hkv Dv"]],
+    cu_lengths: Int32[Array, " B1"] | None = None,
+) -> tuple[PagedKVCache, Reservation]:
+    """Append a ragged chunk, or one token a sequence, to every layer.
+
+    A model's forward pass does the same in pieces (`reserve` once, `write` in each layer,
+    `advance` at the end), because a layer's keys are only known when the layer runs.
+
+    Args:
+      cache: the cache.
+      keys: one [T, Hkv, D] a layer, position encoding applied.
+      values: one [T, Hkv, Dv] a layer.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start among the T; tokens at or past
+        cu_lengths[B] are padding. None means T = B, one token a sequence.
+
+    Returns:
+      The cache and the reservation; if it failed, nothing changed.
+
+    Raises:
+      KvjaxError: not one array a layer, or a wrong number of sequences.
+    """
+    layers = len(cache.spec.layers)
+    if len(keys) != layers or len(values) != layers:
+        raise KvjaxError(
+            f"keys and values hold {len(keys)} and {len(values)} arrays: give one for each of the "
+            f"{layers} layers"
+        )
+    tokens = keys[0].shape[0]
+    if cu_lengths is None:
+        if tokens != cache.batch:
+            raise KvjaxError(
+                f"keys have {tokens} tokens and the cache {cache.batch} sequences: without "
+                f"cu_lengths, give one token a sequence"
+            )
+        cu_lengths = jnp.arange(cache.batch + 1, dtype=jnp.int32)
+    elif cu_lengths.shape != (cache.batch + 1,):
+        raise KvjaxError(
+            f"cu_lengths has shape {cu_lengths.shape}: must be ({cache.batch + 1},), one start a "
+            f"sequence and the end"
+        )
+    counts = jnp.diff(cu_lengths)
+    cache, reservation = reserve(cache, counts, max_count=max(tokens, 1))
+    counts = jnp.where(reservation.ok, counts, 0)
+    sequences, index = ragged_rows(cu_lengths, tokens)
+    start = cache.lengths.at[sequences].get(mode="clip")
+    page, offset = token_slots(cache, sequences, start + index)
+    slots = (jnp.where(reservation.ok, page, cache.num_pages), offset)
+    for layer in range(layers):
+        cache = write(cache, layer, keys[layer], values[layer], slots)
+    return advance(cache, counts), reservation

@@ -1,0 +1,135 @@
+"""Rows in, rows out: writing tokens into pages, reading sequences back, copying pages."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache.state import PagedKVCache
+
+
+def token_slots(
+    cache: PagedKVCache, sequences: Int32[Array, " T"], positions: Int32[Array, " T"]
+) -> tuple[Int32[Array, " T"], Int32[Array, " T"]]:
+    """Where tokens go: the page and the slot within it.
+
+    Args:
+      cache: the cache, with pages reserved.
+      sequences: int32 [T], the sequence of each token; B or more is padding.
+      positions: int32 [T], each token's index among its sequence's cached tokens, from 0.
+
+    Returns:
+      Page ids int32 [T], N for padding and for tokens without a page (writes there are dropped),
+      and slots int32 [T], 0 to P - 1.
+    """
+    column = positions // cache.page_size
+    known = (sequences < cache.batch) & (column < cache.max_pages) & (positions >= 0)
+    pages = cache.block_tables.at[sequences, column].get(mode="clip")
+    return jnp.where(known, pages, cache.num_pages), positions % cache.page_size
+
+
+def write(
+    cache: PagedKVCache,
+    layer: int,
+    keys: Float[Array, "T Hkv D"],
+    values: Float[Array, "T Hkv Dv"],
+    slots: tuple[Int32[Array, " T"], Int32[Array, " T"]],
+) -> PagedKVCache:
+    """Store one layer's keys and values of T tokens.
+
+    Args:
+      cache: the cache.
+      layer: index of the layer, 0 to L - 1, static.
+      keys: [T, Hkv, D], position encoding applied; cast to the pool's dtype.
+      values: [T, Hkv, Dv].
+      slots: what `token_slots` said; it is the same for every layer. A slot must not occur twice.
+    """
+    page, offset = slots
+    heads = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    # Indexing page, head and slot together keeps XLA from transposing the pool for the scatter.
+    at = (page[:, None], heads[None, :], offset[:, None])
+    k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
+    k_pool = k_pool.at[at].set(keys.astype(k_pool.dtype), mode="drop")
+    v_pool = v_pool.at[at].set(values.astype(v_pool.dtype), mode="drop")
+    return with_layer(cache, layer, k_pool, v_pool)
+
+
+def with_layer(cache: PagedKVCache, layer: int, k_pool: Array, v_pool: Array) -> PagedKVCache:
+    """Put one layer's pools in place of the old ones.
+
+    Args:
+      cache: the cache.
+      layer: index of the layer, static.
+      k_pool: [N, Hkv, P, D].
+      v_pool: [N, Hkv, P, Dv].
+    """
+    return dataclasses.replace(
+        cache,
+        k_pages=(*cache.k_pages[:layer], k_pool, *cache.k_pages[layer + 1 :]),
+        v_pages=(*cache.v_pages[:layer], v_pool, *cache.v_pages[layer + 1 :]),
+    )
+
+
+def ragged_rows(
+    cu_lengths: Int32[Array, " B1"], num_tokens: int
+) -> tuple[Int32[Array, " T"], Int32[Array, " T"]]:
+    """Which sequence each token of a flat ragged batch belongs to, and its index in that chunk.
+
+    Args:
+      cu_lengths: int32 [B + 1], where each sequence's tokens start; 0 first, never falling.
+      num_tokens: T, static; tokens at or past cu_lengths[B] are padding.
+
+    Returns:
+      Sequences int32 [T] (B for padding) and indices int32 [T], from 0 within each sequence.
+    """
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    ends = cu_lengths[1:]
+    sequence = jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    start = cu_lengths.at[sequence].get(mode="clip")
+    return sequence, token - start
+
+
+def gather(
+    cache: PagedKVCache, layer: int
+) -> tuple[Float[Array, "B S Hkv D"], Float[Array, "B S Hkv Dv"], Bool[Array, "B S"]]:
+    """One layer's keys and values in logical order, S = M x P slots a sequence.
+
+    Args:
+      cache: the cache.
+      layer: index of the layer.
+
+    Returns:
+      Keys and values, 0 where no token is, and a mask of the slots that hold one.
+    """
+    slots = jnp.arange(cache.max_pages * cache.page_size, dtype=jnp.int32)
+    valid = slots[None, :] < cache.lengths[:, None]
+
+    def logical(pool: Array) -> Array:
+        rows = pool.at[cache.block_tables].get(mode="clip")  # [B, M, Hkv, P, D]
+        rows = rows.transpose(0, 1, 3, 2, 4).reshape(cache.batch, slots.size, *pool.shape[1::2])
+        return jnp.where(valid[:, :, None, None], rows, jnp.zeros((), pool.dtype))
+
+    return logical(cache.k_pages[layer]), logical(cache.v_pages[layer]), valid
+
+
+def copy_pages(
+    cache: PagedKVCache, source: Int32[Array, " n"], target: Int32[Array, " n"]
+) -> PagedKVCache:
+    """Copy whole pages within every layer's pools: the step under copy-on-write and compaction.
+
+    All sources are read before any target is written. Block tables and references stay as they
+    are: the caller changes them.
+
+    Args:
+      cache: the cache.
+      source: int32 [n], page ids.
+      target: int32 [n], page ids, none twice; N copies nothing.
+    """
+
+    def moved(pools: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(
+            pool.at[target].set(pool.at[source].get(mode="clip"), mode="drop") for pool in pools
+        )
+
+    return dataclasses.replace(cache, k_pages=moved(cache.k_pages), v_pages=moved(cache.v_pages))

@@ -1,0 +1,171 @@
+"""The paged KV cache as a value: pools of pages, block tables, lengths, and who holds what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.errors import KvjaxError, PoolExhaustedError
+from kvjax.spec import KVSpec, pages_for
+
+MAX_POOL_ELEMENTS = 2**31 - 1
+"""Most elements one layer's pool may have: page arithmetic inside programs is int32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values of B sequences in N pages of P slots, one pool a layer.
+
+    A page id names the same page in every layer. A page that several sequences hold is read-only;
+    only a sequence's last page, held by it alone, is written. Update it with the functions of this
+    package, or with `dataclasses.replace`; donate it to a jitted function and the pools are
+    updated in place.
+    """
+
+    k_pages: tuple[Float[Array, "N Hkv P D"], ...]  # one layer's keys, position encoding applied
+    v_pages: tuple[Float[Array, "N Hkv P Dv"], ...]  # one layer's values
+    block_tables: Int32[Array, "B M"]  # the pages of each sequence in order; N where there is none
+    lengths: Int32[Array, " B"]  # tokens written, a sequence
+    page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
+    spec: KVSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        """N: pages in the pool, and the id that stands for "no page"."""
+        return self.page_refs.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """P: tokens a page."""
+        return self.k_pages[0].shape[2]
+
+    @property
+    def batch(self) -> int:
+        """B: sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def max_pages(self) -> int:
+        """M: pages a sequence can have."""
+        return self.block_tables.shape[1]
+
+    @property
+    def pages_held(self) -> Int32[Array, " B"]:
+        """How many pages each sequence holds, reserved ones included."""
+        return jnp.sum(self.block_tables < self.num_pages, axis=1, dtype=jnp.int32)
+
+    @property
+    def pages_free(self) -> Int32[Array, ""]:
+        """How many pages nobody holds."""
+        return jnp.sum(self.page_refs == 0, dtype=jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """What became of a request for pages. Where `ok` is false, nothing was changed."""
+
+    ok: Bool[Array, ""]  # every page was there and every block table was wide enough
+    needed: Int32[Array, ""]  # pages asked for
+    free: Int32[Array, ""]  # pages that were free
+    longest: Int32[Array, ""]  # pages the longest sequence would have had
+
+    def check(self, cache: PagedKVCache) -> None:
+        """Raise, outside jit, if the reservation failed.
+
+        Args:
+          cache: the cache that was asked, for its sizes.
+
+        Raises:
+          KvjaxError: a sequence would have outgrown its block table.
+          PoolExhaustedError: there were too few free pages; it carries both numbers.
+        """
+        if bool(self.ok):
+            return
+        needed, free, longest = int(self.needed), int(self.free), int(self.longest)
+        if longest > cache.max_pages:
+            raise KvjaxError(
+                f"a sequence needs {longest} pages of {cache.page_size} tokens, but max_pages is "
+                f"{cache.max_pages}: make the cache with max_pages={longest} or more"
+            )
+        raise PoolExhaustedError(
+            f"the page pool is exhausted: {needed} more pages of {cache.page_size} tokens are "
+            f"needed and {free} of {cache.num_pages} are free; raise num_pages to "
+            f"{cache.num_pages + needed - free} or more, or release sequences",
+            needed=needed,
+            free=free,
+        )
+
+
+def init(
+    spec: KVSpec, *, num_pages: int, batch: int, max_pages: int, page_size: int = 16
+) -> PagedKVCache:
+    """An empty cache.
+
+    Args:
+      spec: what a token stores in each layer, and in which dtype.
+      num_pages: N, pages in each layer's pool, shared by all sequences.
+      batch: B, sequences.
+      max_pages: M, pages one sequence can have.
+      page_size: P, tokens a page.
+
+    Returns:
+      The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes.
+
+    Raises:
+      KvjaxError: a size is below 1, a pool is too large to index, or a layer is of a kind that
+        paged pools do not hold.
+    """
+    sizes = {"num_pages": num_pages, "batch": batch, "max_pages": max_pages, "page_size": page_size}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
+    for index, layer in enumerate(spec.layers):
+        if layer.kind != "gqa" or layer.shared is not None:
+            what = layer.kind if layer.shared is None else f"shared with layer {layer.shared}"
+            raise KvjaxError(
+                f"layer {index} is {what}: a PagedKVCache holds layers of kind 'gqa' that store "
+                f"their own keys and values"
+            )
+        elements = num_pages * page_size * layer.kv_heads * max(layer.head_dim, layer.value_dim)
+        if elements > MAX_POOL_ELEMENTS:
+            most = MAX_POOL_ELEMENTS * num_pages // elements
+            raise KvjaxError(
+                f"num_pages is {num_pages}: layer {index}'s pool would have {elements} elements, "
+                f"more than int32 can index; use at most {most} pages"
+            )
+    dtype = jnp.dtype(spec.dtype)
+    return PagedKVCache(
+        k_pages=tuple(
+            jnp.zeros((num_pages, layer.kv_heads, page_size, layer.head_dim), dtype)
+            for layer in spec.layers
+        ),
+        v_pages=tuple(
+            jnp.zeros((num_pages, layer.kv_heads, page_size, layer.value_dim), dtype)
+            for layer in spec.layers
+        ),
+        block_tables=jnp.full((batch, max_pages), num_pages, jnp.int32),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        page_refs=jnp.zeros((num_pages,), jnp.int32),
+        spec=spec,
+    )
+
+
+def pool_bytes(cache: PagedKVCache) -> dict[str, int]:
+    """Bytes the pools really take, by dtype.
+
+    Args:
+      cache: concrete or abstract (`jax.eval_shape`).
+    """
+    totals: dict[str, int] = {}
+    for pool in (*cache.k_pages, *cache.v_pages):
+        name = jnp.dtype(pool.dtype).name
+        totals[name] = totals.get(name, 0) + pool.size * pool.dtype.itemsize
+    return totals
+
+
+def pages_needed(lengths: list[int], page_size: int) -> int:
+    """Pages that sequences of these lengths (tokens) hold together, sharing nothing."""
+    return sum(pages_for(length, page_size) for length in lengths)

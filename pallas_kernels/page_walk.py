@@ -1,0 +1,89 @@
+"""What the XLA attention loops share: which blocks to visit, and how pages become heads."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+
+def padded_tables(block_tables: Int32[Array, "B M"], multiple: int) -> Int32[Array, "B columns"]:
+    """Widen block tables to whole blocks; what is added is never visible.
+
+    Args:
+        block_tables: int32 [B, M].
+        multiple: pages a block.
+    """
+    extra = -block_tables.shape[1] % multiple
+    return jnp.pad(block_tables, ((0, 0), (0, extra)))
+
+
+def block_span(
+    lengths: Int32[Array, "..."],
+    positions: Int32[Array, "..."],
+    window: int | None,
+    sink_tokens: int,
+    block: int,
+) -> tuple[Int32[Array, "..."], Int32[Array, "..."], Int32[Array, "..."]]:
+    """Which blocks of a sequence hold a visible key.
+
+    Args:
+        lengths: int32, cached tokens.
+        positions: int32, the position of the oldest query that looks.
+        window: tokens a query sees, or None.
+        sink_tokens: first tokens that stay visible.
+        block: tokens a block.
+
+    Returns:
+        How many blocks from 0 on hold sinks before the window's first block; that first block; and
+        one past the last block. They visit `sinks + (last - first)` blocks, none twice.
+    """
+    last = (lengths + (block - 1)) // block
+    if window is None:
+        none = jnp.zeros_like(last)
+        return none, none, last
+    first = jnp.minimum(jnp.maximum(positions - window + 1, 0) // block, last)
+    sinks = jnp.minimum(jnp.full_like(first, -(-sink_tokens // block)), first)
+    return sinks, first, last
+
+
+def gather_heads(
+    pool: Float[Array, "N Hkv P D"], pages: Int32[Array, "W pages"]
+) -> Float[Array, "W Hkv tokens D"]:
+    """Fetch pages so that each KV head's tokens lie one after the other.
+
+    One head's page is contiguous in the pool, so this is a gather of long rows: XLA copies each
+    with one move, which a gather of the pool's own four dimensions does not do.
+
+    Args:
+        pool: [N, Hkv, P, D].
+        pages: int32 [W, pages], ids; N or more reads some page of the pool, to be hidden.
+
+    Returns:
+        [W, Hkv, pages * P, D].
+    """
+    count, heads, size, dim = pool.shape
+    rows = pages[:, None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+    taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
+    return taken.reshape(pages.shape[0], heads, pages.shape[1] * size, dim)
+
+
+def scores_of(
+    q: Float[Array, "W Hkv G D"],
+    k: Float[Array, "W Hkv T D"],
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "W Hkv G T"]:
+    """Score keys against the queries of their KV head's group.
+
+    Args:
+        q: [W, Hkv, G, D] float32.
+        k: [W, Hkv, T, D] float32.
+        scale: factor of the scores.
+        soft_cap: bound of the scores, or None.
+    """
+    s = scale * jnp.einsum("whgd,whtd->whgt", q, k, precision=lax.Precision.HIGHEST)
+    return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
+
+
+def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Put 0 for -inf: exp(-inf - 0) is the 0 that exp(-inf - -inf), a NaN, stands for."""
+    return jnp.where(jnp.isneginf(x), 0.0, x)
