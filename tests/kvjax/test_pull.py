@@ -195,7 +195,7 @@ def test_a_disk_too_small_is_said_before_the_download(tmp_path, wheels, model):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, wheels, model, monkeypatch):
-    def fill(file):
+    def fill(read):
         yield b"some"
         raise OSError(errno.ENOSPC, "No space left on device")
 
