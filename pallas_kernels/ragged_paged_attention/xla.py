@@ -97,7 +97,7 @@ def ragged_paged_attention_xla(
 
     def attend_block(
         inputs: tuple[Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    ) -> AttentionOutput:
         queries, owner, place = inputs
         owners = jnp.repeat(owner, groups, total_repeat_length=rows)
         places = jnp.repeat(place, groups, total_repeat_length=rows)
