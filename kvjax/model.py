@@ -1,0 +1,62 @@
+"""A model that is ready to run: configuration, weights on device, tokenizer."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.models import Decoder, ModelConfig, Tokenizer
+from kvjax.models.checkpoint import Checkpoint, Params, build
+from kvjax.spec import KVSpec, LayerSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """What `kvjax.load` returns and every entry point takes."""
+
+    name: str  # for people
+    config: ModelConfig
+    graphdef: Any  # static; `nnx.merge(graphdef, params)` is the `Decoder`
+    params: Params  # nested dicts of arrays
+    tokenizer: Tokenizer | None  # None: prompts must be token ids
+    dtype: str  # of the matrices, "float32" or "bfloat16"
+
+    @property
+    def spec(self) -> KVSpec:
+        """What one token costs this model's cache, stored in the dtype of its matrices."""
+        return kv_spec(self.config, self.dtype)
+
+    def decoder(self, params: Params | None = None) -> Decoder:
+        """The decoder over `params` (traced ones inside jit), or over this model's own."""
+        merged: Decoder = nnx.merge(self.graphdef, self.params if params is None else params)
+        return merged
+
+
+def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
+    """What a model's cache stores.
+
+    Args:
+      config: the model's.
+      dtype: of the stored keys and values.
+    """
+    layers = tuple(
+        LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, window=layer.window)
+        for layer in config.layers
+    )
+    return KVSpec(layers, dtype)
+
+
+def from_checkpoint(checkpoint: Checkpoint, *, name: str, dtype: str = "float32") -> Model:
+    """Put a checkpoint on the default device.
+
+    Args:
+      checkpoint: what a reader of `kvjax.models` returned.
+      name: for people.
+      dtype: of the matrices, "float32" or "bfloat16".
+
+    Raises:
+      ValueError: a weight is missing, misshapen or not finite, or the dtype is another.
+    """
+    graphdef, params = build(checkpoint, jnp.dtype(dtype))
+    return Model(name, checkpoint.config, graphdef, params, checkpoint.tokenizer, dtype)
