@@ -1,11 +1,33 @@
-"""Shared fixtures: strict numerics, and data that lives outside the repository."""
+"""Shared fixtures: strict types and numerics, and data that lives outside the repository."""
 
 import pathlib
+import typing
 
+import beartype
 import jax
+import jaxtyping
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+# An int may stand for a float, as in any Python code (PEP 484).
+check_types = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+
+
+def check_after_the_call(function):
+    """Checks a call's arguments and result, but only when the function has returned.
+
+    The library's own errors come first this way, and what it let pass must be what it says it
+    takes. jaxtyping decorates two functions for each one: the one whose annotated result is `Any`
+    would check arguments before the call. Dataclasses that are pytrees are also made of
+    placeholders, so what they are made of is not checked.
+    """
+    before_the_call = function.__annotations__.get("return") is typing.Any
+    return function if before_the_call or function.__name__ == "__init__" else check_types(function)
+
+
+jaxtyping.install_import_hook("kvjax", f"sys.modules[{__name__!r}].check_after_the_call")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
