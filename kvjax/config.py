@@ -44,7 +44,9 @@ class CacheConfig:
             )
         stored = [name for name in ITEM_BYTES if name in ("float32", "bfloat16", "float16")]
         if self.dtype is not None and self.dtype not in stored:
-            raise KvjaxError(f"dtype is {self.dtype!r}: must be one of {', '.join(stored)}, or None")
+            raise KvjaxError(
+                f"dtype is {self.dtype!r}: must be one of {', '.join(stored)}, or None"
+            )
         if self.attention is not None and self.attention not in IMPLEMENTATIONS:
             raise KvjaxError(
                 f"attention is {self.attention!r}: must be one of {', '.join(IMPLEMENTATIONS)}, or "

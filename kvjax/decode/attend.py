@@ -1,0 +1,120 @@
+"""Where a model and a cache meet: the `attend` a decoder is given."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache import PagedKVCache, token_slots, write
+from kvjax.models import Attend, ModelConfig
+from kvjax.pallas_kernels import paged_attention, ragged_paged_attention
+from kvjax.pallas_kernels.support import Implementation
+
+
+def decode_attend(
+    config: ModelConfig,
+    cache: PagedKVCache,
+    active: Bool[Array, " B"],
+    implementation: Implementation | None,
+) -> Attend[PagedKVCache]:
+    """Attend with one new token a sequence, whose page is reserved.
+
+    Each layer attends to the pages as they are and to the new token apart, merges the two by their
+    log-sum-exp, and only then writes the token. Written first, the pool would be read after an
+    update in the same step, and XLA may copy a pool for that.
+
+    Args:
+      config: the model's.
+      cache: the cache before the step, with pages reserved.
+      active: bool [B]; rows that are not active read and write nothing, and their output is unused.
+      implementation: of `paged_attention`, or None.
+    """
+    batch = cache.batch
+    lengths = jnp.where(active, cache.lengths, 0)
+    rows = jnp.where(active, jnp.arange(batch, dtype=jnp.int32), batch)
+    slots = token_slots(cache, rows, cache.lengths)
+
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        shape = config.layers[layer]
+        pool = state.k_pages[layer].dtype
+        k, v = k.astype(pool), v.astype(pool)  # as every later step will read them
+        old = paged_attention(
+            q,
+            state.k_pages[layer],
+            state.v_pages[layer],
+            state.block_tables,
+            lengths,
+            scale=config.scale(layer),
+            window=shape.window,
+            soft_cap=config.attn_soft_cap,
+            query_positions=lengths,
+            implementation=implementation,
+        )
+        out = _with_new_token(q, k, v, old.out, old.lse, config.scale(layer), config.attn_soft_cap)
+        return out, write(state, layer, k, v, slots)
+
+    return attend
+
+
+def _with_new_token(
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B Hkv D"],
+    v: Float[Array, "B Hkv Dv"],
+    out: Float[Array, "B Hq Dv"],
+    lse: Float[Array, "B Hq"],
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "B Hq Dv"]:
+    """Add the token itself to attention over the tokens before it."""
+    batch, heads, dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], dim).astype(jnp.float32)
+    score = scale * jnp.sum(grouped * k[:, :, None].astype(jnp.float32), axis=-1)
+    if soft_cap is not None:
+        score = soft_cap * jnp.tanh(score / soft_cap)
+    score = score.reshape(batch, heads)
+    total = jnp.logaddexp(lse, score)
+    new = jnp.repeat(v.astype(jnp.float32), heads // v.shape[1], axis=1)
+    old_share = jnp.exp(lse - total)[..., None]
+    return out * old_share + new * jnp.exp(score - total)[..., None]
+
+
+def chunk_attend(
+    config: ModelConfig,
+    cache: PagedKVCache,
+    sequences: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    cu_lengths: Int32[Array, " B1"],
+    implementation: Implementation | None,
+) -> Attend[PagedKVCache]:
+    """Attend with a ragged chunk of new tokens, whose pages are reserved: write, then attend.
+
+    Args:
+      config: the model's.
+      cache: the cache before the chunk, with pages reserved.
+      sequences: int32 [T], each token's sequence; B for padding.
+      positions: int32 [T], each token's index in its sequence.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
+      implementation: of `ragged_paged_attention`, or None.
+    """
+    slots = token_slots(cache, sequences, positions)
+    kv_lengths = cache.lengths + jnp.diff(cu_lengths)
+
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        state = write(state, layer, k, v, slots)
+        result = ragged_paged_attention(
+            q,
+            state.k_pages[layer],
+            state.v_pages[layer],
+            state.block_tables,
+            kv_lengths,
+            cu_lengths,
+            scale=config.scale(layer),
+            window=config.layers[layer].window,
+            soft_cap=config.attn_soft_cap,
+            implementation=implementation,
+        )
+        return result.out, state
+
+    return attend

@@ -1,0 +1,140 @@
+"""From what a caller passes to what a program takes, with every check before tracing."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import PagedKVCache, init
+from kvjax.decode.shapes import Shapes
+from kvjax.decode.step import Prompts
+from kvjax.errors import KvjaxError
+from kvjax.model import Model
+from kvjax.models import check_tokens
+
+PromptLike = str | Sequence[int]
+"""A text, or token ids."""
+
+
+def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[int]:
+    """The ids of one prompt.
+
+    Args:
+      model: whose tokenizer and vocabulary to use.
+      prompt: a text or ids.
+      what: its name in error messages.
+
+    Raises:
+      KvjaxError: it is empty, an id is out of range, or it is text and there is no tokenizer.
+    """
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise KvjaxError(
+                f"{what} is text, but {model.name} came without a tokenizer: pass token ids"
+            )
+        ids = model.tokenizer.encode(prompt)
+    else:
+        try:
+            check_tokens(prompt, model.config.vocab_size)
+        except ValueError as error:
+            raise KvjaxError(f"{what}: {error}") from error
+        ids = [int(token) for token in prompt]
+    if not ids or prompt == "":
+        raise KvjaxError(f"{what} is empty: give at least one token")
+    return ids
+
+
+def prompt_list(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> list[list[int]]:
+    """The ids of one prompt or of several.
+
+    Args:
+      model: whose tokenizer and vocabulary to use.
+      prompts: a text, token ids, or a list of either.
+
+    Raises:
+      KvjaxError: there is none, or one of them is not usable.
+    """
+    if isinstance(prompts, str):
+        return [token_ids(model, prompts)]
+    if len(prompts) and all(isinstance(item, int | np.integer) for item in prompts):
+        return [token_ids(model, [int(item) for item in prompts])]  # type: ignore[arg-type]
+    if not len(prompts):
+        raise KvjaxError("prompts is empty: give a text, token ids, or a list of either")
+    return [token_ids(model, p, f"prompt {i}") for i, p in enumerate(prompts)]  # type: ignore[arg-type]
+
+
+def stop_ids(model: Model, stop_tokens: Sequence[int], stop_at_eos: bool) -> list[int]:
+    """The ids that end a row.
+
+    Args:
+      model: whose EOS tokens to add.
+      stop_tokens: the caller's.
+      stop_at_eos: whether the model's own end the row too.
+
+    Raises:
+      KvjaxError: an id is out of range.
+    """
+    try:
+        check_tokens(stop_tokens, model.config.vocab_size)
+    except ValueError as error:
+        raise KvjaxError(f"stop_tokens: {error}") from error
+    eos = model.tokenizer.eos_ids if stop_at_eos and model.tokenizer is not None else frozenset()
+    return sorted({*map(int, stop_tokens), *eos})
+
+
+def padded_stops(stops: Sequence[int]) -> jax.Array:
+    """Stop tokens as a program takes them: -1 where there is none, in few sizes."""
+    room = max(8, -(-len(stops) // 8) * 8)
+    return jnp.asarray(list(stops) + [-1] * (room - len(stops)), jnp.int32)
+
+
+def flat_prompts(prompts: Sequence[Sequence[int]], shapes: Shapes) -> Prompts:
+    """Prompts as one flat stream of the size that `shapes` has room for.
+
+    Args:
+      prompts: ids, none empty.
+      shapes: the program's.
+    """
+    stream = np.zeros(shapes.chunk * shapes.chunks, np.int32)
+    flat = np.concatenate([np.asarray(p, np.int32) for p in prompts])
+    stream[: flat.size] = flat
+    cu = np.full(shapes.batch + 1, flat.size, np.int32)
+    cu[: len(prompts) + 1] = np.concatenate([[0], np.cumsum([len(p) for p in prompts])])
+    return Prompts(tokens=jnp.asarray(stream), cu_lengths=jnp.asarray(cu))
+
+
+def row_limits(count: int, limit: int, batch: int) -> jax.Array:
+    """Most tokens each row may draw: `limit` for the first `count` rows, 0 for padding."""
+    return jnp.asarray([limit] * count + [0] * (batch - count), jnp.int32)
+
+
+def empty_cache(shapes: Shapes) -> PagedKVCache:
+    """The cache a program of these shapes starts with (traced or concrete)."""
+    return init(
+        shapes.spec,
+        num_pages=shapes.num_pages,
+        batch=shapes.batch,
+        max_pages=shapes.max_pages,
+        page_size=shapes.page_size,
+    )
+
+
+def positive(name: str, value: int) -> int:
+    """Refuse what is not an integer of at least 1.
+
+    Raises:
+      KvjaxError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
+    return value
+
+
+def prng_key(key: jax.Array | int | None) -> jax.Array:
+    """A typed PRNG key from a key, a seed, or nothing (seed 0)."""
+    if key is None or isinstance(key, int):
+        return jax.random.key(key or 0)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(key)

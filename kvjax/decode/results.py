@@ -1,0 +1,69 @@
+"""What entry points return."""
+
+import dataclasses
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call did, in tokens, seconds, pages and bytes.
+
+    `ttft_seconds` is from the call to the first token, compilation excluded; a call that runs as
+    one program only shows its end, so it is None there.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    compile_seconds: float
+    run_seconds: float  # everything but compilation
+    ttft_seconds: float | None
+    compilations: int  # programs compiled by this call
+    pages_used: int  # pages held at the end
+    pages_total: int
+    page_size: int
+    cache_bytes: dict[str, int]  # the pools as allocated, by dtype
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """Seconds after the first token."""
+        return None if self.ttft_seconds is None else self.run_seconds - self.ttft_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second of decoding, or, without a TTFT, of the whole run."""
+        if self.decode_seconds is None or self.new_tokens < 2:
+            return self.new_tokens / self.run_seconds if self.run_seconds > 0 else 0.0
+        return (self.new_tokens - 1) / max(self.decode_seconds, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The answers to a batch of prompts, in the prompts' order."""
+
+    tokens: list[list[int]]  # drawn ids; a final stop token is included
+    texts: list[str]  # without that stop token; empty strings if the model has no tokenizer
+    finish_reasons: list[FinishReason]
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """One drawn token of a stream."""
+
+    token: int
+    text: str  # what became printable with it; never half a character
+    finish_reason: FinishReason | None  # set on the last event
+    stats: Stats | None  # set on the last event
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text."""
+
+    tokens: list[int]
+    logprobs: list[float | None]  # natural log p(token | tokens before it); the first has none
+    top_tokens: list[int | None]  # the likeliest token at each place; the first has none
+    perplexity: float  # exp of the mean negative log-probability
+    stats: Stats

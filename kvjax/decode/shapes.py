@@ -1,0 +1,126 @@
+"""Bucketed shapes: how many tokens, pages and rows a program is made for.
+
+Programs are compiled for shapes. Rounding them up to a few sizes bounds how many are ever
+compiled: for one model, page size and sampler, at most a few dozen whatever is asked of it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvjax.config import CacheConfig
+from kvjax.errors import KvjaxError, PoolExhaustedError
+from kvjax.models import ModelConfig
+from kvjax.spec import KVSpec, pages_for
+
+SMALLEST_CHUNK = 16
+"""Tokens of the smallest prefill chunk."""
+
+FINE_STEP = 32
+"""Chunks above 256 tokens come in multiples of this many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The static facts of a program; equal shapes share one program."""
+
+    spec: KVSpec
+    batch: int  # rows, a power of two
+    chunk: int  # tokens a prefill chunk
+    chunks: int  # chunks the token stream has room for, a power of two
+    num_pages: int
+    max_pages: int  # a row's block table
+    page_size: int
+    room: int  # tokens the output has room for, a power of two
+    attention: str | None
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def half_step(n: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... that is at least n: at most a third wasted.
+
+    >>> [half_step(n) for n in (1, 5, 8, 9, 13, 261, 385)]
+    [1, 6, 8, 12, 16, 384, 512]
+    """
+    whole = power_of_two(n)
+    return whole * 3 // 4 if whole >= 4 and n <= whole * 3 // 4 else whole
+
+
+def chunk_size(tokens: int, most: int) -> int:
+    """Tokens a prefill chunk should have, so that the last one is nearly full.
+
+    Args:
+      tokens: of all prompts together, at least 1.
+      most: the largest chunk allowed.
+
+    >>> [chunk_size(n, 512) for n in (5, 100, 512, 600, 4100)]
+    [16, 128, 512, 320, 480]
+    """
+    count = -(-tokens // most)
+    even = max(-(-tokens // count), SMALLEST_CHUNK)
+    if even <= 256:
+        return min(power_of_two(even), most)
+    return min(-(-even // FINE_STEP) * FINE_STEP, most)
+
+
+def plan(
+    config: ModelConfig,
+    spec: KVSpec,
+    lengths: Sequence[int],
+    *,
+    new_tokens: int,
+    prefill_chunk: int,
+    cache: CacheConfig,
+) -> Shapes:
+    """Choose shapes for a batch, or refuse it.
+
+    Args:
+      config: the model's.
+      spec: what the cache stores.
+      lengths: tokens of each prompt, all at least 1.
+      new_tokens: most tokens to draw for each.
+      prefill_chunk: most tokens a prefill chunk may have.
+      cache: the caller's.
+
+    Raises:
+      KvjaxError: prompt and new tokens do not fit the model's context, or `prefill_chunk` is
+        not a multiple of `SMALLEST_CHUNK`.
+      PoolExhaustedError: they do not fit the pool.
+    """
+    if isinstance(prefill_chunk, bool) or prefill_chunk < 1 or prefill_chunk % SMALLEST_CHUNK:
+        raise KvjaxError(
+            f"prefill_chunk is {prefill_chunk!r}: must be a multiple of {SMALLEST_CHUNK} tokens"
+        )
+    for row, length in enumerate(lengths):
+        if length + new_tokens > config.max_context:
+            raise KvjaxError(
+                f"prompt {row} has {length} tokens and {new_tokens} new ones are asked for: the "
+                f"model's context is {config.max_context} tokens; shorten the prompt to "
+                f"{max(config.max_context - new_tokens, 0)} or ask for fewer"
+            )
+    size = cache.page_size
+    # The last token drawn is never written, so a row ends with one token less than it shows.
+    held = [pages_for(length + max(new_tokens - 1, 0), size) for length in lengths]
+    if cache.num_pages is not None and sum(held) > cache.num_pages:
+        raise PoolExhaustedError(
+            f"num_pages is {cache.num_pages}: the prompts and {new_tokens} new tokens each need "
+            f"{sum(held)} pages of {size} tokens; raise num_pages to {sum(held)}, or ask for less",
+            needed=sum(held),
+            free=cache.num_pages,
+        )
+    total = sum(lengths)
+    chunk = chunk_size(total, prefill_chunk)
+    return Shapes(
+        spec=spec,
+        batch=power_of_two(len(lengths)),
+        chunk=chunk,
+        chunks=power_of_two(-(-total // chunk)),
+        num_pages=cache.num_pages or half_step(sum(held)),
+        max_pages=half_step(max(held)),
+        page_size=size,
+        room=power_of_two(max(new_tokens, SMALLEST_CHUNK)),
+        attention=cache.attention,
+    )

@@ -1,0 +1,157 @@
+"""What every way of decoding repeats: one prefill chunk, one decode step. Pure functions.
+
+`generate` runs them inside one program; `stream` runs each as a program of its own.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Key
+
+from kvjax import cache as paged
+from kvjax.cache import PagedKVCache, Reservation
+from kvjax.decode.attend import chunk_attend, decode_attend
+from kvjax.decode.sampling import Sampler
+from kvjax.models import Decoder
+from kvjax.pallas_kernels.support import Implementation
+
+RUNNING, STOPPED, FULL = 0, 1, 2
+"""Why a row draws on, or does not: a stop token, or as many tokens as it may."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The prompts of a batch as one flat ragged stream, padded to whole chunks."""
+
+    tokens: Int32[Array, " T"]  # the prompts' ids after one another
+    cu_lengths: Int32[Array, " B1"]  # [B + 1], where each prompt starts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How tokens are drawn and when a row ends."""
+
+    sampler: Sampler
+    key: Key[Array, ""]  # draws depend on it, on the step and on the row
+    stop_tokens: Int32[Array, " S"]  # -1 where there is none
+    limits: Int32[Array, " B"]  # most tokens a row may draw; 0 for rows without a prompt
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything a step changes."""
+
+    cache: PagedKVCache
+    hidden: Float[Array, "B d"]  # the newest token's hidden state, a row
+    tokens: Int32[Array, " B"]  # the newest token drawn, a row; it is not in the cache yet
+    finished: Int32[Array, " B"]  # RUNNING, STOPPED or FULL
+    step: Int32[Array, ""]  # tokens drawn so far, a running row
+    reservation: Reservation  # the last one; once it failed, nothing goes on
+
+    @property
+    def active(self) -> Bool[Array, " B"]:
+        """Rows that draw on."""
+        return self.finished == RUNNING
+
+
+def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeState:
+    """The state before anything ran.
+
+    Args:
+      cache: an empty cache.
+      hidden_size: d.
+      limits: as in `Rules`.
+    """
+    zero = jnp.int32(0)
+    return DecodeState(
+        cache=cache,
+        hidden=jnp.zeros((cache.batch, hidden_size), jnp.float32),
+        tokens=jnp.zeros((cache.batch,), jnp.int32),
+        finished=jnp.where(limits > 0, RUNNING, FULL).astype(jnp.int32),
+        step=zero,
+        reservation=Reservation(ok=jnp.bool_(True), needed=zero, free=zero, longest=zero),
+    )
+
+
+def prefill_chunk(
+    decoder: Decoder,
+    state: DecodeState,
+    prompts: Prompts,
+    index: Int32[Array, ""],
+    *,
+    chunk: int,
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, Float[Array, "C d"]]:
+    """Run the index-th `chunk` tokens of the flat stream, of however many prompts.
+
+    Args:
+      decoder: the model.
+      state: the state after the chunks before.
+      prompts: the whole stream.
+      index: int32, which chunk.
+      chunk: C, tokens a chunk, static.
+      implementation: of `ragged_paged_attention`, or None.
+
+    Returns:
+      The state, `hidden` holding the hidden state of each prompt's last token once it was seen;
+      and the chunk's hidden states, float32 [C, d].
+    """
+    begin = index * chunk
+    tokens = jax.lax.dynamic_slice(prompts.tokens, (begin,), (chunk,))
+    cu = jnp.clip(prompts.cu_lengths - begin, 0, chunk)
+    cache, reservation = paged.reserve(state.cache, jnp.diff(cu), max_count=chunk)
+    sequences, offset = paged.ragged_rows(cu, chunk)
+    positions = offset + cache.lengths.at[sequences].get(mode="clip")
+    attend = chunk_attend(decoder.config, cache, sequences, positions, cu, implementation)
+    hidden, cache = decoder(tokens, positions, attend, cache)
+    cache = paged.advance(cache, jnp.where(reservation.ok, jnp.diff(cu), 0))
+    last = prompts.cu_lengths[1:] - 1 - begin
+    here = (last >= 0) & (last < chunk) & (jnp.diff(cu) > 0)
+    newest = jnp.where(here[:, None], hidden.at[last].get(mode="clip"), state.hidden)
+    return dataclasses.replace(state, cache=cache, hidden=newest, reservation=reservation), hidden
+
+
+def draw(decoder: Decoder, state: DecodeState, rules: Rules) -> DecodeState:
+    """Draw each running row's next token from its newest hidden state.
+
+    Args:
+      decoder: the model.
+      state: after prefill or a decode step.
+      rules: how to draw and when to end.
+    """
+    drawn = rules.sampler(decoder.logits(state.hidden), rules.key, state.step)
+    tokens = jnp.where(state.active, drawn, state.tokens)
+    step = state.step + 1
+    stop = jnp.any(tokens[:, None] == rules.stop_tokens[None, :], axis=1)
+    ended = jnp.where(stop, STOPPED, jnp.where(step >= rules.limits, FULL, RUNNING))
+    finished = jnp.where(state.active, ended, state.finished).astype(jnp.int32)
+    return dataclasses.replace(state, tokens=tokens, finished=finished, step=step)
+
+
+def decode_step(
+    decoder: Decoder,
+    state: DecodeState,
+    rules: Rules,
+    *,
+    implementation: Implementation | None = None,
+) -> DecodeState:
+    """Put each running row's newest token into the cache and draw the next.
+
+    Args:
+      decoder: the model.
+      state: after `draw`.
+      rules: how to draw and when to end.
+      implementation: of `paged_attention`, or None.
+    """
+    active = state.active
+    counts = active.astype(jnp.int32)
+    cache, reservation = paged.reserve(state.cache, counts, max_count=1)
+    attend = decode_attend(decoder.config, cache, active, implementation)
+    hidden, cache = decoder(state.tokens, cache.lengths, attend, cache)
+    cache = paged.advance(cache, jnp.where(reservation.ok, counts, 0))
+    state = dataclasses.replace(state, cache=cache, hidden=hidden, reservation=reservation)
+    return draw(decoder, state, rules)

@@ -1,0 +1,164 @@
+"""`stream`: the same chunks and steps as `generate`, a program each, so tokens come as drawn."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from kvjax.cache import pool_bytes
+from kvjax.config import CacheConfig
+from kvjax.decode import inputs
+from kvjax.decode.generate import Progress, cache_spec, reason
+from kvjax.decode.program import compilations, compiled
+from kvjax.decode.results import Stats, StreamEvent
+from kvjax.decode.sampling import Sampling, make_sampler
+from kvjax.decode.shapes import Shapes, plan
+from kvjax.decode.step import DecodeState, Prompts, Rules, decode_step, draw, prefill_chunk, start
+from kvjax.model import Model
+from kvjax.models.tokenizer import StreamDecoder
+
+
+def stream(
+    model: Model,
+    prompt: inputs.PromptLike,
+    *,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    key: jax.Array | int | None = None,
+    stop_tokens: Sequence[int] = (),
+    stop_at_eos: bool = True,
+    cache: CacheConfig | None = None,
+    prefill_chunk: int = 512,
+    progress: Progress | None = None,
+) -> Iterator[StreamEvent]:
+    """Continue one prompt, giving each token as it is drawn.
+
+    Arguments are checked when `stream` is called, not when the first token is asked for. Tokens
+    equal `generate`'s.
+
+    Args:
+      model: what to run.
+      prompt: a text or token ids.
+      max_new_tokens: most tokens to draw, at least 1.
+      sampling: how to draw; None is greedy.
+      key: a PRNG key or a seed; None is seed 0.
+      stop_tokens: ids that end the stream, besides the model's own.
+      stop_at_eos: whether the model's end-of-sequence tokens end it.
+      cache: page size, pool size, dtype and attention implementation.
+      prefill_chunk: most tokens prefilled at once.
+      progress: called with "compile" and "prefill" and how much of it is done.
+
+    Returns:
+      An iterator of events, at least one; the last carries the reason and the statistics.
+
+    Raises:
+      KvjaxError: as for `generate`.
+      PoolExhaustedError: as for `generate`.
+    """
+    limit = inputs.positive("max_new_tokens", max_new_tokens)
+    sampling, cache = sampling or Sampling(), cache or CacheConfig()
+    ids = inputs.token_ids(model, prompt)
+    stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
+    shapes = plan(
+        model.config,
+        cache_spec(model, cache),
+        [len(ids)],
+        new_tokens=limit,
+        prefill_chunk=prefill_chunk,
+        cache=cache,
+    )
+    rules = Rules(
+        sampler=make_sampler(sampling, model.config.vocab_size),
+        key=inputs.prng_key(key),
+        stop_tokens=inputs.padded_stops(stops),
+        limits=inputs.row_limits(1, limit, shapes.batch),
+    )
+    return _events(model, ids, stops, shapes, rules, progress or (lambda phase, share: None))
+
+
+def _events(
+    model: Model,
+    ids: list[int],
+    stops: list[int],
+    shapes: Shapes,
+    rules: Rules,
+    progress: Progress,
+) -> Iterator[StreamEvent]:
+    before = compilations()
+    static = (model.graphdef, shapes)
+    prompts = inputs.flat_prompts([ids], shapes)
+    state = start(inputs.empty_cache(shapes), model.config.hidden_size, rules.limits)
+    progress("compile", 0.0)
+    index = jnp.int32(0)
+    first, first_seconds = compiled(
+        _prefill_chunk, static, model.params, state, prompts, index, donate=(1,)
+    )
+    progress("compile", 0.5)
+    opening, opening_seconds = compiled(_draw, static, model.params, state, rules, donate=(1,))
+    step, step_seconds = compiled(_step, static, model.params, state, rules, donate=(1,))
+    progress("compile", 1.0)
+
+    began = time.perf_counter()
+    chunks = -(-len(ids) // shapes.chunk)
+    for chunk in range(chunks):
+        state = first(model.params, state, prompts, jnp.int32(chunk))
+        state.reservation.check(state.cache)  # also waits, so that progress tells the truth
+        progress("prefill", (chunk + 1) / chunks)
+    state = opening(model.params, state, rules)
+    detokenizer = None if model.tokenizer is None else StreamDecoder(model.tokenizer)
+    drawn = 0
+    ttft = None
+    while True:
+        token, code = int(state.tokens[0]), reason(int(state.finished[0]))
+        state.reservation.check(state.cache)
+        if ttft is None:
+            ttft = time.perf_counter() - began
+        drawn += 1
+        text = ""
+        if detokenizer is not None:
+            text = "" if token in stops else detokenizer.step(token)
+            text += detokenizer.finish() if code else ""
+        if code is not None:
+            break
+        yield StreamEvent(token, text, None, None)
+        state = step(model.params, state, rules)
+    stats = Stats(
+        prompt_tokens=len(ids),
+        new_tokens=drawn,
+        compile_seconds=first_seconds + opening_seconds + step_seconds,
+        run_seconds=time.perf_counter() - began,
+        ttft_seconds=ttft,
+        compilations=compilations() - before,
+        pages_used=shapes.num_pages - int(state.cache.pages_free),
+        pages_total=shapes.num_pages,
+        page_size=shapes.page_size,
+        cache_bytes=pool_bytes(state.cache),
+    )
+    yield StreamEvent(token, text, code, stats)
+
+
+def _prefill_chunk(
+    static: tuple[Any, Shapes], params: Any, state: DecodeState, prompts: Prompts, index: Array
+) -> DecodeState:
+    graphdef, shapes = static
+    return prefill_chunk(
+        nnx.merge(graphdef, params),
+        state,
+        prompts,
+        index,
+        chunk=shapes.chunk,
+        implementation=shapes.attention,
+    )[0]
+
+
+def _draw(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: Rules) -> DecodeState:
+    return draw(nnx.merge(static[0], params), state, rules)
+
+
+def _step(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: Rules) -> DecodeState:
+    graphdef, shapes = static
+    return decode_step(nnx.merge(graphdef, params), state, rules, implementation=shapes.attention)
