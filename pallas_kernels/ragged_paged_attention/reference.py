@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.paged_attention.reference import paged_attention_reference
+from kvjax.pallas_kernels.ragged_paged_attention.rows import query_rows
 
 
 def ragged_paged_attention_reference(
@@ -44,26 +45,20 @@ def ragged_paged_attention_reference(
     Returns:
         The `AttentionOutput`, T = q.shape[0].
     """
-    row = jnp.arange(q.shape[0], dtype=jnp.int32)
-    # The last sequence that starts at or before the row: one without queries starts where the
-    # next does, so it is passed over.
-    sequence = jnp.searchsorted(cu_q_lengths[1:], row, side="right").astype(jnp.int32)
-    padding = row >= cu_q_lengths[-1]
-    sequence = jnp.where(padding, 0, sequence)
-    positions = kv_lengths[sequence] - cu_q_lengths[sequence + 1] + row
+    rows = query_rows(kv_lengths, cu_q_lengths, q.shape[0])
     result = paged_attention_reference(
         q,
         k_pages,
         v_pages,
-        block_tables[sequence],
-        jnp.where(padding, 0, kv_lengths[sequence]),
+        block_tables[rows.sequence],
+        rows.length,
         scale=scale,
         window=window,
         sink_tokens=sink_tokens,
         sink_logits=sink_logits,
         soft_cap=soft_cap,
-        query_positions=positions,
+        query_positions=rows.position,
         page_stats=page_stats,
     )
     # A padding row has no softmax, not even over a sink.
-    return result._replace(lse=jnp.where(padding[:, None], -jnp.inf, result.lse))
+    return result._replace(lse=jnp.where(rows.padding[:, None], -jnp.inf, result.lse))
