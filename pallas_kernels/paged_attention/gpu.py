@@ -6,7 +6,6 @@ says so with a DeprecationWarning when the program is lowered. The default on a 
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -186,7 +185,8 @@ def _kernel(
         return top, total, values
 
     # Statistics have an entry for every page of the table, seen or not.
-    first_page, last_page = 0, width
+    first_page: Any = 0
+    last_page: Any = width
     if not page_stats:
         last_page = pl.cdiv(end, page_size)
         if window is not None and sink_tokens == 0:
@@ -225,7 +225,8 @@ def _dot(left: Any, right: Any, axis: int) -> Any:
 
 
 def _block(size: int) -> int:
-    return max(SMALLEST_BLOCK, 2 ** math.ceil(math.log2(size)))
+    """Round up to a power of two that Triton takes."""
+    return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
 def _finite(x: Any) -> Any:
