@@ -1,0 +1,1 @@
+"""One script a claim: `python -m benchmarks.NAME [--quick] [--json FILE]`."""
