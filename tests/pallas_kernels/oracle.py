@@ -82,6 +82,7 @@ def paged(
 
 def ragged(q, k_pages, v_pages, block_tables, kv_lengths, cu_q_lengths, **options):
     """Ragged: each query decoded alone, at its own position; padding rows left as nothing."""
+    q, k_pages, v_pages = (np.asarray(x, np.float64) for x in (q, k_pages, v_pages))
     rows, query_heads, width = q.shape[0], q.shape[1], block_tables.shape[1]
     out = np.zeros((rows, query_heads, v_pages.shape[3]))
     lse = np.full((rows, query_heads), -np.inf)

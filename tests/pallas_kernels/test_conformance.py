@@ -1,17 +1,28 @@
 import pytest
 
-from tests.pallas_kernels.conformance import DECODE, RAGGED, check
-
-IMPLEMENTATIONS = ("reference",)
+from tests.pallas_kernels.conformance import DECODE, GPU_DECODE, GPU_RAGGED, RAGGED, check
 
 
-@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def each(implementations, cases):
+    """Every implementation of one case after the other: they share its batch and its answer."""
+    return [
+        pytest.param(implementation, case, id=f"{implementation}-{case.name}")
+        for case in cases
+        for implementation in implementations
+    ]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    each(("reference", "xla"), DECODE) + each(("gpu",), GPU_DECODE),
+)
 def test_decode_equals_the_definition(implementation, case):
     check("paged_attention", implementation, case)
 
 
-@pytest.mark.parametrize("case", RAGGED, ids=lambda case: case.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    each(("reference", "xla"), RAGGED) + each(("gpu",), GPU_RAGGED),
+)
 def test_ragged_equals_the_definition(implementation, case):
     check("ragged_paged_attention", implementation, case)
