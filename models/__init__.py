@@ -18,18 +18,23 @@ from kvjax.models.checkpoint import (
 )
 from kvjax.models.config import LayerConfig, ModelConfig, RopeScaling
 from kvjax.models.decoder import Attend, Decoder
-from kvjax.models.gguf_reader import read_gguf
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.gguf_file import GGUFFile
+from kvjax.models.gguf_names import model_config as gguf_config
+from kvjax.models.gguf_reader import gguf_weights, read_gguf
+from kvjax.models.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = [
     "Attend",
     "Checkpoint",
     "ContiguousCache",
     "Decoder",
+    "GGUFFile",
     "LayerConfig",
     "ModelConfig",
     "Params",
     "RopeScaling",
+    "StreamDecoder",
     "Tokenizer",
     "build",
     "causal_attend",
@@ -38,6 +43,9 @@ __all__ = [
     "contiguous_attend",
     "contiguous_cache",
     "dense_attention",
+    "gguf_config",
+    "gguf_tokenizer",
+    "gguf_weights",
     "parameters",
     "random_checkpoint",
     "read_gguf",

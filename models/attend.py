@@ -16,6 +16,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Attend
 from kvjax.models.linear import soft_cap
 
+_LOWEST = -3.4e38  # a float32 score no key can have; finite, so that a blind query makes no NaN
+
 
 def dense_attention(
     q: Float[Array, "T Hq D"],
@@ -45,7 +47,7 @@ def dense_attention(
     def padded(x: Array, value: int) -> Array:
         widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
         x = jnp.pad(x, widths, constant_values=value)
-        return x.reshape((blocks, block) + x.shape[1:])
+        return x.reshape((blocks, block, *x.shape[1:]))
 
     k, v = k.astype(jnp.float32), v.astype(jnp.float32)
 
@@ -58,10 +60,10 @@ def dense_attention(
         visible &= key_positions[None, :] <= positions[:, None]
         if window is not None:
             visible &= key_positions[None, :] > positions[:, None] - window
-        lowest = jnp.finfo(jnp.float32).min
-        weights = jax.nn.softmax(jnp.where(visible[None, None], scores, lowest), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible[None, None], scores, _LOWEST), axis=-1)
         out = jnp.einsum("hgts,shd->thgd", weights, v, precision=lax.Precision.HIGHEST)
-        return out.reshape(block, heads, -1)
+        flat: Array = out.reshape(block, heads, -1)
+        return flat
 
     out = lax.map(
         attend_block,
@@ -152,8 +154,8 @@ def contiguous_attend(
         slots = jnp.arange(batch * capacity, dtype=jnp.int32)
         out = dense_attention(
             q,
-            new_k.reshape((batch * capacity,) + new_k.shape[2:]),
-            new_v.reshape((batch * capacity,) + new_v.shape[2:]),
+            new_k.reshape((batch * capacity, *new_k.shape[2:])),
+            new_v.reshape((batch * capacity, *new_v.shape[2:])),
             query_segments=segments,
             query_positions=positions,
             key_segments=slots // capacity,

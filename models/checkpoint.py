@@ -37,17 +37,15 @@ class Checkpoint:
 def _structure(config: ModelConfig, dtype: np.dtype) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
     """A decoder's graph definition, and the shape and dtype of each parameter, by name."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
-    leaves = nnx.to_flat_state(state)
     return graphdef, {
-        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in leaves
+        ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)
     }
 
 
 def parameters(
     config: ModelConfig, dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name, shape and dtype of every parameter of a model: matrices in `dtype`, the rest float32."""
+    """Every parameter of a model, by name: matrices in `dtype`, norms and biases in float32."""
     return dict(_structure(config, np.dtype(dtype))[1])
 
 
@@ -79,7 +77,7 @@ def build(
         raise ValueError(f"dtype={dtype} is not supported: use float32 or bfloat16")
     graphdef, expected = _structure(checkpoint.config, dtype)
     check_weights(checkpoint)
-    params: Params = {}
+    params: dict[Any, Any] = {}
     for name, want in expected.items():
         value = jnp.asarray(checkpoint.weights[name])
         if value.dtype != want.dtype:
@@ -90,11 +88,10 @@ def build(
     return graphdef, params
 
 
-def _insert(params: Params, name: str, value: jax.Array) -> None:
+def _insert(params: dict[Any, Any], name: str, value: jax.Array) -> None:
     *path, last = name.split(".")
     for part in path:
-        key = int(part) if part.isdigit() else part
-        params = params.setdefault(key, {})
+        params = params.setdefault(int(part) if part.isdigit() else part, {})
     params[last] = value
 
 

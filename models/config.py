@@ -71,12 +71,12 @@ class LayerConfig:
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1")
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "factors":
-            if len(scaling.factors) != self.head_dim // 2:
-                raise ValueError(
-                    f"rope factors hold {len(scaling.factors)} numbers, "
-                    f"head_dim={self.head_dim} needs {self.head_dim // 2}"
-                )
+        count = None if scaling is None or scaling.kind != "factors" else len(scaling.factors)
+        if count not in (None, self.head_dim // 2):
+            raise ValueError(
+                f"rope factors hold {count} numbers, "
+                f"head_dim={self.head_dim} needs {self.head_dim // 2}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

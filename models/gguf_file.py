@@ -63,7 +63,7 @@ class GGUFFile:
                 raise ValueError(
                     f"{self.path}: not a GGUF file: it starts with {head!r}, not b'GGUF'"
                 )
-            # A private mapping: nothing is read until it is used.
+            # Mapped: nothing is read until it is used.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._cursor, self._reading = 4, "version"
         try:
@@ -157,7 +157,7 @@ class GGUFFile:
         if count > min(_LONGEST, len(self._bytes)):
             raise self._truncated()
         if inner in _SCALARS:
-            dtype = np.dtype(_SCALARS[inner].replace("?", "?"))
+            dtype = np.dtype(_SCALARS[inner])
             end = self._cursor + count * dtype.itemsize
             if end > len(self._bytes):
                 raise self._truncated()

@@ -7,13 +7,10 @@ import pathlib
 import numpy as np
 
 from kvjax.models.checkpoint import Checkpoint
+from kvjax.models.config import ModelConfig
 from kvjax.models.gguf_file import GGUFFile
-from kvjax.models.gguf_names import (
-    heads_to_unpermute,
-    model_config,
-    unpermute,
-    weight_names,
-)
+from kvjax.models.gguf_names import heads_to_unpermute, model_config, unpermute, weight_names
+from kvjax.models.gguf_tokenizer import gguf_tokenizer
 
 
 def read_gguf(path: str | pathlib.Path) -> Checkpoint:
@@ -25,14 +22,29 @@ def read_gguf(path: str | pathlib.Path) -> Checkpoint:
     """
     file = GGUFFile(path)
     config = model_config(file)
+    return Checkpoint(config, gguf_weights(file, config), gguf_tokenizer(file), str(path))
+
+
+def gguf_weights(file: GGUFFile, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Every weight of a file in float32, by this package's names.
+
+    Raises:
+        ValueError: a tensor is of no known kind, or its quantization type cannot be read.
+    """
     names = weight_names(file)
 
     def weight(name: str) -> np.ndarray:
         values = file.tensor(names[name])
         heads = heads_to_unpermute(config, name)
-        return values if heads is None else unpermute(values, heads)
+        if heads is None:
+            return values
+        if values.shape[0] % (2 * heads):
+            raise ValueError(
+                f"{file.path}: tensor {names[name]} has {values.shape[0]} rows, "
+                f"not a multiple of 2 for each of {heads} heads"
+            )
+        return unpermute(values, heads)
 
-    # numpy releases the interpreter while it dequantizes, so threads share the cores.
+    # numpy lets go of the interpreter while it dequantizes, so threads share the cores.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        weights = dict(zip(names, pool.map(weight, names), strict=True))
-    return Checkpoint(config, weights, None, str(path))
+        return dict(zip(names, pool.map(weight, names), strict=True))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 
 def project(x: Float[Array, "*batch I"], weight: Float[Array, "O I"]) -> Float32[Array, "*batch O"]:
-    """x @ weight.T, accumulated and returned in float32.
+    """Multiplies rows by a weight (x @ weight.T), accumulated and returned in float32.
 
     `x` is cast to the weight's dtype: bfloat16 weights make a bfloat16 product with float32
     accumulation. float32 weights mean float32 on every backend (no TF32, no bfloat16 passes).

@@ -36,8 +36,8 @@ def frequencies(layer: LayerConfig) -> tuple[Float32[np.ndarray, " half"], float
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     turns = scaling.original_context * plain / (2 * math.pi)  # within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return keep * plain + (1 - keep) * plain / scaling.factor
+    keep: np.ndarray = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return np.asarray(keep * plain + (1 - keep) * plain / scaling.factor)
 
 
 def _yarn(plain: np.ndarray, scaling: RopeScaling, layer: LayerConfig) -> np.ndarray:
@@ -52,7 +52,7 @@ def _yarn(plain: np.ndarray, scaling: RopeScaling, layer: LayerConfig) -> np.nda
     if low == high:
         high += 0.001  # as every implementation does: a step instead of a division by zero
     interpolate = np.clip((np.arange(plain.size) - low) / (high - low), 0.0, 1.0)
-    return (1 - interpolate) * plain + interpolate * plain / scaling.factor
+    return np.asarray((1 - interpolate) * plain + interpolate * plain / scaling.factor)
 
 
 def _yarn_sharpening(scaling: RopeScaling) -> float:
