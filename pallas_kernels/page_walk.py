@@ -4,6 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from kvjax.pallas_kernels.support import target_platform
+
+HIGHEST = lax.Precision.HIGHEST
+"""Float32 products stay float32 on every backend."""
+
 
 def padded_tables(block_tables: Int32[Array, "B M"], multiple: int) -> Int32[Array, "B columns"]:
     """Widen block tables to whole blocks; what is added is never visible.
@@ -46,8 +51,8 @@ def block_span(
 
 
 def gather_heads(
-    pool: Float[Array, "N Hkv P D"], pages: Int32[Array, "W pages"]
-) -> Float[Array, "W Hkv tokens D"]:
+    pool: Float[Array, "N Hkv P D"], pages: Int32[Array, " pages"]
+) -> Float[Array, "Hkv tokens D"]:
     """Fetch pages so that each KV head's tokens lie one after the other.
 
     One head's page is contiguous in the pool, so this is a gather of long rows: XLA copies each
@@ -55,33 +60,59 @@ def gather_heads(
 
     Args:
         pool: [N, Hkv, P, D].
-        pages: int32 [W, pages], ids; N or more reads some page of the pool, to be hidden.
+        pages: int32 [pages], ids; N or more reads some page of the pool, to be hidden.
 
     Returns:
-        [W, Hkv, pages * P, D].
+        [Hkv, pages * P, D].
     """
     count, heads, size, dim = pool.shape
-    rows = pages[:, None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+    rows = pages[None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
     taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
-    return taken.reshape(pages.shape[0], heads, pages.shape[1] * size, dim)
+    return taken.reshape(heads, pages.shape[0] * size, dim)
 
 
 def scores_of(
-    q: Float[Array, "W Hkv G D"],
-    k: Float[Array, "W Hkv T D"],
+    q: Float[Array, "Hkv R D"],
+    k: Float[Array, "Hkv T D"],
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "W Hkv G T"]:
-    """Score keys against the queries of their KV head's group.
+) -> Float[Array, "Hkv R T"]:
+    """Score keys against the rows of queries of their KV head.
 
     Args:
-        q: [W, Hkv, G, D] float32.
-        k: [W, Hkv, T, D] float32.
+        q: [Hkv, R, D] float32.
+        k: [Hkv, T, D] float32.
         scale: factor of the scores.
         soft_cap: bound of the scores, or None.
     """
-    s = scale * jnp.einsum("whgd,whtd->whgt", q, k, precision=lax.Precision.HIGHEST)
+    q = q * jnp.float32(scale)
+    if _by_vector(q.shape[1]):
+        rows = [jnp.einsum("hd,htd->ht", q[:, r], k, precision=HIGHEST) for r in range(q.shape[1])]
+        s = jnp.stack(rows, axis=1)
+    else:
+        s = jnp.einsum("hrd,htd->hrt", q, k, precision=HIGHEST)
     return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
+
+
+def values_of(
+    weights: Float[Array, "Hkv R T"], v: Float[Array, "Hkv T Dv"]
+) -> Float[Array, "Hkv R Dv"]:
+    """Sum values by weight.
+
+    Args:
+        weights: [Hkv, R, T] float32.
+        v: [Hkv, T, Dv] float32.
+    """
+    if _by_vector(weights.shape[1]):
+        rows = range(weights.shape[1])
+        out = [jnp.einsum("ht,htd->hd", weights[:, r], v, precision=HIGHEST) for r in rows]
+        return jnp.stack(out, axis=1)
+    return jnp.einsum("hrt,htd->hrd", weights, v, precision=HIGHEST)
+
+
+def _by_vector(rows: int) -> bool:
+    """Whether to go row by row: XLA's CPU products of a few rows repack the larger operand."""
+    return rows <= 8 and target_platform() == "cpu"
 
 
 def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:

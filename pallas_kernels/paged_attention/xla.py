@@ -8,6 +8,7 @@ split-KV decoding of FlashAttention, with its log-sum-exp merge, arXiv:2205.1413
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
@@ -19,13 +20,20 @@ from kvjax.pallas_kernels.page_walk import (
     gather_heads,
     padded_tables,
     scores_of,
+    values_of,
 )
 
 BLOCK_TOKENS = 256
-"""Tokens whose keys are gathered and scored together, for one sequence."""
+"""Tokens whose keys are gathered and scored together, of one sequence: they fit a core's cache."""
 
-BLOCKS_AT_ONCE = 4
-"""Blocks a loop iteration handles, of one or of several sequences."""
+
+class _Plan(NamedTuple):
+    """The blocks to visit, one sequence's after the other's. Layers share it, and XLA sees that."""
+
+    pages: Int32[Array, "items pages"]  # what to gather
+    row: Int32[Array, " items"]  # whose it is
+    column: Int32[Array, " items"]  # which block of its table
+    count: Int32[Array, ""]  # how many items are real
 
 
 class _Partials(NamedTuple):
@@ -77,59 +85,32 @@ def paged_attention_xla(
     f32 = jnp.float32
 
     pages = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
-    tables = padded_tables(block_tables, pages)
-    columns = tables.shape[1] // pages  # J, blocks a table
+    plan = _make_plan(block_tables, lengths, query_positions, window, sink_tokens, pages, page_size)
+    columns = -(-width // pages)  # J, blocks a table
     grouped = q.astype(f32).reshape(batch, kv_heads, groups, head_dim)
-
-    # The blocks to visit: the sink's, then those from the window's start to the end.
-    sinks, first, last = block_span(
-        lengths, query_positions, window, sink_tokens, pages * page_size
-    )
-    count = sinks + (last - first)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    at_once = min(BLOCKS_AT_ONCE, batch * columns)
+    offsets = jnp.arange(pages * page_size, dtype=jnp.int32)
 
     def visit(i: Int32[Array, ""], partials: _Partials) -> _Partials:
-        item = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        row = jnp.sum(item[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-        real = row < batch
-        row = jnp.minimum(row, batch - 1)
-        index = item - (ends[row] - count[row])
-        column = jnp.where(index < sinks[row], index, index - sinks[row] + first[row])
-        column = jnp.where(real, column, 0)
-        names = jnp.take_along_axis(
-            tables.reshape(batch, columns, pages)[row],
-            column[:, None, None],
-            axis=1,
-            mode="clip",
-        )[:, 0]
-        slot = column[:, None] * (pages * page_size)
-        slot = slot + jnp.arange(pages * page_size, dtype=jnp.int32)[None, :]
-        position = query_positions[row][:, None]
-        visible = (slot < lengths[row][:, None]) & (slot <= position) & real[:, None]
+        row, column = plan.row[i], plan.column[i]
+        slot = column * (pages * page_size) + offsets
+        position = query_positions[row]
+        visible = (slot < lengths[row]) & (slot <= position)
         if window is not None:
             visible &= (slot > position - window) | (slot < sink_tokens)
-
-        k = gather_heads(k_pages, names).astype(f32)
-        v = gather_heads(v_pages, names).astype(f32)
+        k = gather_heads(k_pages, plan.pages[i]).astype(f32)
+        v = gather_heads(v_pages, plan.pages[i]).astype(f32)
         s = scores_of(grouped[row], k, scale, soft_cap)
-        s = jnp.where(visible[:, None, None, :], s, -jnp.inf)
-        by_page = s.reshape(at_once, kv_heads, groups, pages, page_size)
-        if page_stats:
-            top = by_page.max(axis=4)
-            total = jnp.exp(by_page - finite(top)[..., None]).sum(axis=4)
-        else:
-            top = s.max(axis=3, keepdims=True)
-            total = jnp.exp(s - finite(top)).sum(axis=3, keepdims=True)
-        weights = jnp.exp(s - finite(top.max(axis=3, keepdims=True)))
+        s = jnp.where(visible[None, None, :], s, -jnp.inf)
+        by_page = s.reshape(kv_heads, groups, pages if page_stats else 1, -1)
+        top = by_page.max(axis=3)
+        total = jnp.exp(by_page - finite(top)[..., None]).sum(axis=3)
+        weights = jnp.exp(s - finite(top.max(axis=2, keepdims=True)))
         # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
-        v = jnp.where(visible[:, None, :, None], v, 0.0)
-        out = jnp.einsum("whgt,whtd->whgd", weights, v, precision=lax.Precision.HIGHEST)
-        target = jnp.where(real, row * columns + column, batch * columns)
-        return _Partials(
-            out=partials.out.at[target].set(out, mode="drop"),
-            top=partials.top.at[target].set(top, mode="drop"),
-            total=partials.total.at[target].set(total, mode="drop"),
+        v = jnp.where(visible[None, :, None], v, 0.0)
+        block = _Partials(out=values_of(weights, v), top=top, total=total)
+        at = row * columns + column
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_index_in_dim(x, new, at, 0), partials, block
         )
 
     shape = (batch * columns, kv_heads, groups)
@@ -139,9 +120,36 @@ def paged_attention_xla(
         top=jnp.full((*shape, per_block), -jnp.inf, f32),
         total=jnp.zeros((*shape, per_block), f32),
     )
-    trips = (ends[-1] + (at_once - 1)) // at_once
-    partials = lax.fori_loop(0, trips, visit, partials)
+    partials = lax.fori_loop(0, plan.count, visit, partials)
     return _merge(partials, q, width, columns, sink_logits, page_stats)
+
+
+def _make_plan(
+    block_tables: Int32[Array, "B M"],
+    lengths: Int32[Array, "B"],
+    query_positions: Int32[Array, "B"],
+    window: int | None,
+    sink_tokens: int,
+    pages: int,
+    page_size: int,
+) -> _Plan:
+    """List the blocks to visit: a sequence's sinks, then from its window's start to its end."""
+    tables = padded_tables(block_tables, pages)
+    batch = tables.shape[0]
+    columns = tables.shape[1] // pages
+    sinks, first, last = block_span(
+        lengths, query_positions, window, sink_tokens, pages * page_size
+    )
+    count = sinks + (last - first)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    item = jnp.arange(batch * columns, dtype=jnp.int32)
+    row = jnp.sum(item[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, batch - 1)  # of items past the last: never visited
+    index = item - (ends[row] - count[row])
+    column = jnp.where(index < sinks[row], index, index - sinks[row] + first[row])
+    column = jnp.clip(column, 0, columns - 1)
+    names = tables.reshape(batch * columns, pages)[row * columns + column]
+    return _Plan(pages=names, row=row, column=column, count=ends[-1])
 
 
 def _merge(

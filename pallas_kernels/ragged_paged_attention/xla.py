@@ -18,6 +18,7 @@ from kvjax.pallas_kernels.page_walk import (
     gather_heads,
     padded_tables,
     scores_of,
+    values_of,
 )
 
 QUERY_BLOCK = 128
@@ -117,11 +118,11 @@ def ragged_paged_attention_xla(
                 if window is not None:
                     near = slot[None, :] > places[:, None] - window
                     visible &= near | (slot < sink_tokens)[None, :]
-                k = gather_heads(k_pages, names[None]).astype(f32)
-                v = gather_heads(v_pages, names[None])[0].astype(f32)
+                k = gather_heads(k_pages, names).astype(f32)
+                v = gather_heads(v_pages, names).astype(f32)
                 # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
                 v = jnp.where((slot <= newest)[None, :, None], v, 0.0)
-                s = scores_of(queries[None], k, scale, soft_cap)[0]
+                s = scores_of(queries, k, scale, soft_cap)
                 s = jnp.where(visible[None], s, -jnp.inf)
                 return _update(running, s, v, column * pages, pages if page_stats else 0)
 
@@ -172,7 +173,7 @@ def _update(
     safe = finite(top)
     weights = jnp.exp(s - safe[..., None])
     shrink = jnp.exp(running.top - safe)
-    out = jnp.einsum("hrt,htd->hrd", weights, v, precision=lax.Precision.HIGHEST)
+    out = values_of(weights, v)
     page_max, page_sum = running.page_max, running.page_sum
     if page_max is not None and page_sum is not None:
         heads, rows, _ = s.shape
