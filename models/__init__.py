@@ -22,7 +22,11 @@ from kvjax.models.gguf_file import GGUFFile
 from kvjax.models.gguf_names import model_config as gguf_config
 from kvjax.models.gguf_reader import gguf_weights, read_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.orbax_dir import read_orbax, save_orbax
+from kvjax.models.read import read
+from kvjax.models.safetensors_dir import read_safetensors
 from kvjax.models.tokenizer import StreamDecoder, Tokenizer
+from kvjax.models.tokenizer_dir import read_tokenizer
 
 __all__ = [
     "Attend",
@@ -48,5 +52,10 @@ __all__ = [
     "gguf_weights",
     "parameters",
     "random_checkpoint",
+    "read",
     "read_gguf",
+    "read_orbax",
+    "read_safetensors",
+    "read_tokenizer",
+    "save_orbax",
 ]

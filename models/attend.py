@@ -73,7 +73,8 @@ def dense_attention(
             padded(query_positions, 0),
         ),
     )
-    return out.reshape(blocks * block, heads, -1)[:count]
+    flat_out: Array = out.reshape(blocks * block, heads, -1)[:count]
+    return flat_out
 
 
 def causal_attend(

@@ -75,7 +75,8 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     backend.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     literal = [piece for piece, what in zip(pieces, types, strict=True) if what == _USER_DEFINED]
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in literal])
-    ends = {_token(file, "eos_token_id", len(pieces)), _token(file, "eot_token_id", len(pieces))}
+    end = _token(file, "eos_token_id", len(pieces))
+    ends = {end, _token(file, "eot_token_id", len(pieces))}
     ends |= {
         index
         for index, (piece, what) in enumerate(zip(pieces, types, strict=True))
@@ -86,9 +87,10 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     return Tokenizer(
         backend=backend,
         bos_id=_token(file, "bos_token_id", len(pieces)),
-        eos_ids=frozenset(end for end in ends if end is not None),
+        eos_ids=frozenset(token for token in ends if token is not None),
         add_bos=bool(file.metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
         chat_template=template if isinstance(template, str) else None,
+        eos_id=end,
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 
@@ -32,6 +32,7 @@ class Tokenizer:
         backend: the merges, normalisation and added tokens.
         bos_id: the token that starts a text, if the model has one.
         eos_ids: the tokens that end a text or a turn.
+        eos_id: the one of them that chat templates mean by `eos_token`.
         add_bos: whether `encode` starts with `bos_id` unless told otherwise.
         chat_template: Jinja source; None for a model that was not trained to chat.
 
@@ -44,6 +45,7 @@ class Tokenizer:
     eos_ids: frozenset[int] = frozenset()
     add_bos: bool = False
     chat_template: str | None = None
+    eos_id: int | None = None
 
     def __post_init__(self) -> None:
         _ = self._spelling
@@ -110,7 +112,7 @@ class Tokenizer:
             raise ValueError(
                 "this model has no chat template (it is a base model): give it plain text instead"
             )
-        tokens = {"bos_token": self.bos_id, "eos_token": min(self.eos_ids, default=None)}
+        tokens = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         named = {
             name: "" if token is None else self.backend.id_to_token(token)
             for name, token in tokens.items()
@@ -120,6 +122,30 @@ class Tokenizer:
             messages,
             **{"add_generation_prompt": add_generation_prompt, **named, **variables},
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, as JSON can hold them."""
+        return {
+            "backend": self.backend.to_str(),
+            "bos_id": self.bos_id,
+            "eos_ids": sorted(self.eos_ids),
+            "add_bos": self.add_bos,
+            "chat_template": self.chat_template,
+            "eos_id": self.eos_id,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing or unknown.
+        """
+        try:
+            backend = tokenizers.Tokenizer.from_str(fields["backend"])
+            return cls(**{**fields, "backend": backend, "eos_ids": frozenset(fields["eos_ids"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a stored Tokenizer: {error}") from error
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes a token stands for; they may end within a character.

@@ -1,0 +1,31 @@
+"""Any checkpoint this package can read, told apart by what lies at a path."""
+
+import os
+import pathlib
+
+from kvjax.models.checkpoint import Checkpoint
+from kvjax.models.gguf_reader import read_gguf
+from kvjax.models.orbax_dir import read_orbax
+from kvjax.models.safetensors_dir import read_safetensors
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads a GGUF file, a folder of Hugging Face files or a folder of `save_orbax`.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is none of these, or is damaged, or holds a model kvjax does not run.
+    """
+    path = pathlib.Path(path)
+    if path.is_file():
+        return read_gguf(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path={path}: there is nothing")
+    if (path / "_CHECKPOINT_METADATA").is_file():
+        return read_orbax(path)
+    if (path / "config.json").is_file():
+        return read_safetensors(path)
+    raise ValueError(
+        f"path={path} holds no checkpoint kvjax reads: a GGUF file, a folder with config.json and "
+        "*.safetensors, or a folder written by save_orbax"
+    )
