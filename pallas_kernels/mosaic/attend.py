@@ -1,0 +1,114 @@
+"""Attention over a work list: queries by token in, `AttentionOutput` by token out."""
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from kvjax.pallas_kernels.mosaic.block import Masking
+from kvjax.pallas_kernels.mosaic.kernel import run_kernel
+from kvjax.pallas_kernels.mosaic.statistics import unpack, window_count
+from kvjax.pallas_kernels.mosaic.tiles import Tiles
+from kvjax.pallas_kernels.mosaic.work import WorkList
+from kvjax.pallas_kernels.output import AttentionOutput
+
+
+def attend_work(
+    q: Float[Array, "T Hq D"],
+    k_pages: Float[Array, "N Hkv P D"],
+    v_pages: Float[Array, "N Hkv P Dv"],
+    block_tables: Int32[Array, "B M"],
+    work_list: WorkList,
+    *,
+    tiles: Tiles,
+    masking: Masking,
+    page_stats: bool,
+    out_dtype: jnp.dtype,
+    decode: bool,
+    interpret: bool | pltpu.InterpretParams,
+) -> AttentionOutput:
+    """Lay queries out for the kernel, run it, and arrange what it wrote.
+
+    Args:
+        q: [T, Hq, D].
+        k_pages: [N, Hkv, P, D].
+        v_pages: [N, Hkv, P, Dv].
+        block_tables: int32 [B, M].
+        work_list: what to do.
+        tiles: the kernel's sizes.
+        masking: the options.
+        page_stats: whether to return page statistics.
+        out_dtype: of the output.
+        decode: whether every sequence has one query.
+        interpret: whether, and how, to interpret the kernel instead of compiling it.
+
+    Returns:
+        The `AttentionOutput` without attention sinks; rows that the list does not know are empty.
+    """
+    num_queries, heads, _ = q.shape
+    kv_heads = k_pages.shape[1]
+    group = heads // kv_heads
+    items = work_list.work.num_pages.shape[0]
+    written = run_kernel(
+        _to_rows(q, kv_heads, tiles),
+        k_pages,
+        v_pages,
+        block_tables,
+        work_list,
+        tiles=tiles,
+        masking=masking,
+        num_windows=window_count(num_queries, items, tiles, decode) if page_stats else 0,
+        out_dtype=out_dtype,
+        decode=decode,
+        interpret=interpret,
+    )
+    out, lse = _from_rows(written.out, written.lse, num_queries, group, tiles)
+    if written.raw is None:
+        return AttentionOutput(out, lse)
+    width = block_tables.shape[1]
+    page_max, page_sum = unpack(
+        written.raw, work_list, tiles=tiles, kv_heads=kv_heads, group=group, table_width=width
+    )
+    return AttentionOutput(out, lse, page_max, page_sum)
+
+
+def add_sink(result: AttentionOutput, sink_logits: Float[Array, "Hq"]) -> AttentionOutput:
+    """Let one logit a head, without a value, join a softmax that is already normalized.
+
+    Args:
+        result: attention without sinks, `out` in float32.
+        sink_logits: [Hq].
+
+    Returns:
+        The same with the sink in the denominator, and in `lse`.
+    """
+    sinks = jnp.broadcast_to(sink_logits.astype(jnp.float32)[None, :], result.lse.shape)
+    joined = jnp.logaddexp(result.lse, sinks)
+    # A row that saw nothing is 0 whatever the sink: even -inf, whose difference would be NaN.
+    share = jnp.where(jnp.isneginf(result.lse), 0.0, jnp.exp(result.lse - joined))
+    return result._replace(out=result.out * share[..., None], lse=joined)
+
+
+def _to_rows(q: Float[Array, "T Hq D"], kv_heads: int, tiles: Tiles) -> Float[Array, "Hkv rows D"]:
+    """Lay queries out as the kernel reads them."""
+    num_queries, heads, width = q.shape
+    group = heads // kv_heads
+    blocks = -(-num_queries // tiles.tokens)
+    q = q.reshape(num_queries, kv_heads, group, width)
+    missing = blocks * tiles.tokens - num_queries
+    q = jnp.pad(q, ((0, missing), (0, 0), (0, tiles.group - group), (0, 0)))
+    return q.transpose(1, 0, 2, 3).reshape(kv_heads, blocks * tiles.rows, width)
+
+
+def _from_rows(
+    out: Float[Array, "Hkv rows Dv"],
+    lse: Float[Array, "blocks Hkv chunks chunk_rows"],
+    num_queries: int,
+    group: int,
+    tiles: Tiles,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+    """Undo `_to_rows` for the kernel's outputs."""
+    kv_heads, _, width = out.shape
+    out = out.reshape(kv_heads, -1, tiles.group, width)[:, :num_queries, :group]
+    lse = lse.reshape(-1, kv_heads, tiles.tokens, tiles.group)[..., :group]
+    lse = lse.transpose(0, 2, 1, 3).reshape(-1, kv_heads * group)[:num_queries]
+    return out.transpose(1, 0, 2, 3).reshape(num_queries, kv_heads * group, width), lse

@@ -1,0 +1,171 @@
+"""One KV block that has arrived, folded into the rows of the item it belongs to."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int32
+
+from kvjax.pallas_kernels.mosaic.flash import Accumulators, attention_scores, visible_slots
+from kvjax.pallas_kernels.mosaic.statistics import StatisticsWriter
+from kvjax.pallas_kernels.mosaic.stream import PageStream
+from kvjax.pallas_kernels.mosaic.tiles import Tiles
+from kvjax.pallas_kernels.mosaic.work import Scalar
+
+
+class Masking(NamedTuple):
+    """The static options of attention: what is seen and how it is scored.
+
+    Attributes:
+        scale: factor of the scores.
+        window: tokens a query sees, itself included, or None.
+        sink_tokens: first tokens that stay visible outside the window.
+        soft_cap: bound of the scores, or None.
+    """
+
+    scale: float
+    window: int | None
+    sink_tokens: int
+    soft_cap: float | None
+
+
+class BlockFolder(NamedTuple):
+    """Everything that folding a block touches.
+
+    Attributes:
+        q: [Hkv, rows, D], a ref in VMEM.
+        stream: where the block lies.
+        accumulators: what it is folded into.
+        writer: where statistics go, or None.
+        tiles: the sizes.
+        masking: the options.
+        decode: whether no item is longer than a window of rows.
+    """
+
+    q: Any
+    stream: PageStream
+    accumulators: Accumulators
+    writer: StatisticsWriter | None
+    tiles: Tiles
+    masking: Masking
+    decode: bool
+
+    def fold(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
+        """Fold an item's block, which lies in `buffer`, into the item's rows.
+
+        An item of few rows (a decode, the end of a chunk) computes one window of rows, a longer
+        one as many chunks as it touches; statistics are always kept by window.
+        """
+        self._clean_values(item, block, buffer)
+        work, tiles, writer = self.stream.work, self.tiles, self.writer
+        first_row = work.first_query[item] * tiles.group
+        last_row = work.end_query[item] * tiles.group - 1
+        first_window = lax.div(first_row, tiles.window_rows)
+        last_window = lax.div(last_row, tiles.window_rows)
+
+        def window() -> None:
+            self._fold_rows(item, block, buffer, first_window, tiles.window_rows)
+
+        if writer is not None:
+
+            def windows(window: Scalar, _: None) -> None:
+                self._fold_rows(item, block, buffer, window, tiles.window_rows)
+                writer.write(work.first_window[item] + window - first_window, block)
+
+            lax.fori_loop(first_window, last_window + 1, windows, None)
+        elif self.decode or tiles.rows == tiles.window_rows:
+            window()
+        else:
+            pl.when(first_window == last_window)(window)
+
+            @pl.when(first_window != last_window)
+            def _() -> None:
+                def chunks(chunk: Scalar, _: None) -> None:
+                    self._fold_rows(item, block, buffer, chunk, tiles.chunk_rows)
+
+                first = lax.div(first_row, tiles.chunk_rows)
+                lax.fori_loop(first, lax.div(last_row, tiles.chunk_rows) + 1, chunks, None)
+
+    def _fold_rows(
+        self, item: Scalar, block: Scalar, buffer: Scalar, piece: Scalar, count: int
+    ) -> None:
+        """Fold a block into the `piece`-th run of `count` rows."""
+        stream, tiles, masking, writer = self.stream, self.tiles, self.masking, self.writer
+        work = stream.work
+        start = pl.multiple_of(piece * count, count)
+        rows = pl.ds(start, count)
+        few = count == tiles.window_rows
+        kv_heads, pages, page_size, _ = stream.k_buffer.shape[1:]
+        num_slots = pages * page_size
+
+        slots = self._slots(lax.broadcasted_iota(jnp.int32, (1, num_slots), 1), item, block)
+        first_row = work.first_query[item] * tiles.group
+        row = start + lax.broadcasted_iota(jnp.int32, (count, 1), 0)
+        mine = (row >= first_row) & (row < work.end_query[item] * tiles.group)
+        # Rows before the item's first have a meaningless position, and a limit that hides all.
+        position = work.first_position[item] + lax.div(row - first_row, tiles.group)
+        limit = jnp.where(mine, jnp.minimum(position, work.end_slot[item] - 1), -1)
+        visible = visible_slots(
+            slots, position, limit, window=masking.window, sink_tokens=masking.sink_tokens
+        )
+
+        def per_head(head: Scalar, _: None) -> None:
+            queries = self.q[head, rows]
+            keys = stream.k_buffer[buffer, head].reshape(num_slots, -1)
+            values = stream.v_buffer[buffer, head].reshape(num_slots, -1)
+            if queries.dtype == jnp.float32:
+                values = values.astype(jnp.float32)
+            scores = attention_scores(
+                queries, keys, visible, scale=masking.scale, soft_cap=masking.soft_cap
+            )
+            if writer is not None:
+                writer.scores[pl.ds(pl.multiple_of(head * count, count), count)] = scores
+            self.accumulators.fold(head, rows, scores, values, split_weights=few)
+
+        lax.fori_loop(0, kv_heads, per_head, None)
+
+    def _slots(
+        self, index: Int32[Array, "..."], item: Scalar, block: Scalar
+    ) -> Int32[Array, "..."]:
+        """Turn places in a KV block into slots of the sequence, over the pages left out between."""
+        work = self.stream.work
+        page_size = self.stream.k_buffer.shape[3]
+        place = index + block * (self.stream.block_pages * page_size)
+        skipped = (work.window_page[item] - work.sink_pages[item]) * page_size
+        slots: Array = place + jnp.where(place < work.sink_pages[item] * page_size, 0, skipped)
+        return slots
+
+    def _clean_values(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
+        """Put 0 for values that no query of the item may see: 0 * NaN would be NaN.
+
+        Such slots lie past the item's last slot, in pages that were not fetched, or beside the
+        window: only blocks that hold an edge have any.
+        """
+        stream, masking = self.stream, self.masking
+        work = stream.work
+        kv_heads, pages, page_size, width = stream.v_buffer.shape[1:]
+        edge = block == stream.num_blocks(item) - 1
+        if masking.window is not None:
+            # The sinks end in the visible page just before the one where the window begins.
+            page = work.sink_pages[item]
+            edge |= (block * pages <= page) & (page <= (block + 1) * pages)
+
+        @pl.when(edge)
+        def _() -> None:
+            shape = (pages, page_size, width)
+            index = lax.broadcasted_iota(jnp.int32, shape, 0) * page_size
+            index += lax.broadcasted_iota(jnp.int32, shape, 1)
+            slots = self._slots(index, item, block)
+            keep = slots < work.end_slot[item]
+            if masking.window is not None:
+                seen = slots > work.first_position[item] - masking.window
+                keep &= (seen | (slots < masking.sink_tokens)) if masking.sink_tokens else seen
+
+            def clean(head: Scalar, _: None) -> None:
+                # In float32, because not every TPU selects among packed bfloat16.
+                values = stream.v_buffer[buffer, head].astype(jnp.float32)
+                values = jnp.where(keep, values, 0.0).astype(stream.v_buffer.dtype)
+                stream.v_buffer[buffer, head] = values
+
+            lax.fori_loop(0, kv_heads, clean, None)
