@@ -1,1 +1,50 @@
-"""kvjax: long-context inference in JAX whose KV cache does not have to fit."""
+"""kvjax: long-context inference in JAX whose KV cache does not have to fit.
+
+    import kvjax
+
+    model = kvjax.load("smollm2-135m")
+    answer = kvjax.generate(model, "The capital of France is", max_new_tokens=8)
+    print(answer.texts[0])
+
+Beneath these entry points: `kvjax.cache` (page pools and block tables as values),
+`kvjax.pallas_kernels` (paged attention), `kvjax.models` (decoders and checkpoint readers) and
+`kvjax.spec` (what a token costs).
+"""
+
+from kvjax import cache, errors, models, pallas_kernels, spec
+from kvjax.config import CacheConfig
+from kvjax.decode import Generation, Sampling, Score, Stats, StreamEvent, generate, score, stream
+from kvjax.errors import KvjaxError, ModelNotFoundError, PoolExhaustedError
+from kvjax.load import load
+from kvjax.model import Model
+from kvjax.programs import keep_programs
+from kvjax.pull import pull
+from kvjax.spec import KVSpec, LayerSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "Generation",
+    "KVSpec",
+    "KvjaxError",
+    "LayerSpec",
+    "Model",
+    "ModelNotFoundError",
+    "PoolExhaustedError",
+    "Sampling",
+    "Score",
+    "Stats",
+    "StreamEvent",
+    "cache",
+    "errors",
+    "generate",
+    "keep_programs",
+    "load",
+    "models",
+    "pallas_kernels",
+    "pull",
+    "score",
+    "spec",
+    "stream",
+]
