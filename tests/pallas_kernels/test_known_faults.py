@@ -61,11 +61,10 @@ def test_page_size_changes_nothing(implementation):
             | decode_batch(tokens, lengths, page_size),
             PLAIN | {"query_positions": None},
         )
-        for page_size in (8, 16, 64, 128)
+        for page_size in (8, 64)
     ]
-    for other in results[1:]:
-        np.testing.assert_allclose(results[0].out, other.out, 1e-5, 1e-5)
-        np.testing.assert_allclose(results[0].lse, other.lse, 1e-5, 1e-5)
+    np.testing.assert_allclose(results[0].out, results[1].out, 1e-5, 1e-5)
+    np.testing.assert_allclose(results[0].lse, results[1].lse, 1e-5, 1e-5)
 
 
 @every_implementation
@@ -258,22 +257,23 @@ def test_chunk_size_changes_nothing(implementation, window):
     length = 45
     pages = decode_batch(np.asarray(normal(7, length, 4, 64)), [length], 16)
     q = normal(8, length, 4, 64)
-    outs = []
-    for chunk in (1, 7, 16, length):
-        # Each chunk is a sequence of its own that shares the prompt's pages.
-        starts = np.minimum(np.arange(0, length + chunk, chunk), length)
-        arrays = {
-            "q": q,
-            "kv_lengths": jnp.asarray(starts[1:], jnp.int32),
-            "cu_q_lengths": jnp.asarray(starts, jnp.int32),
-            "k_pages": pages["k_pages"],
-            "v_pages": pages["v_pages"],
-            "block_tables": jnp.tile(pages["block_tables"], (len(starts) - 1, 1)),
-        }
-        options = PLAIN | {"window": window}
-        outs.append(np.asarray(run("ragged_paged_attention", implementation, arrays, options).out))
-    for other in outs[1:]:
-        np.testing.assert_allclose(outs[0], other, 1e-5, 1e-5)
+    # Each chunk of each chunking is a sequence of its own that shares the prompt's pages.
+    chunks = (1, 7, 16, length)
+    ends = [np.minimum(np.arange(chunk, length + chunk, chunk), length) for chunk in chunks]
+    starts = np.concatenate([turn * length + end for turn, end in enumerate(ends)])
+    kv_lengths = np.concatenate(ends)
+    arrays = {
+        "q": jnp.tile(q, (len(chunks), 1, 1)),
+        "kv_lengths": jnp.asarray(kv_lengths, jnp.int32),
+        "cu_q_lengths": jnp.asarray([0, *starts], jnp.int32),
+        "k_pages": pages["k_pages"],
+        "v_pages": pages["v_pages"],
+        "block_tables": jnp.tile(pages["block_tables"], (len(kv_lengths), 1)),
+    }
+    options = PLAIN | {"window": window}
+    out = run("ragged_paged_attention", implementation, arrays, options).out
+    for other in np.split(np.asarray(out), len(chunks))[1:]:
+        np.testing.assert_allclose(out[:length], other, 1e-5, 1e-5)
 
 
 @every_implementation
