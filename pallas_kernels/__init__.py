@@ -3,13 +3,20 @@
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from kvjax.pallas_kernels.support import IMPLEMENTATIONS, OPERATIONS, supported, target_platform
+from kvjax.pallas_kernels.support import (
+    IMPLEMENTATIONS,
+    OPERATIONS,
+    Implementation,
+    supported,
+    target_platform,
+)
 from kvjax.pallas_kernels.validate import check_ragged, check_tables
 
 __all__ = [
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "AttentionOutput",
+    "Implementation",
     "check_ragged",
     "check_tables",
     "paged_attention",

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -241,20 +242,20 @@ def check_ragged(
         )
 
 
-def _ranked(name: str, array: Array, axes: str) -> None:
+def _ranked(name: str, array: Any, axes: str) -> None:
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ValueError(f"{name} is a {type(array).__name__}; it must be an array {axes}")
     if len(array.shape) != axes.count(",") + 1:
         raise ValueError(f"{name} has shape {array.shape}; it must be {axes}")
 
 
-def _float(name: str, array: Array, axes: str) -> None:
+def _float(name: str, array: Any, axes: str) -> None:
     _ranked(name, array, axes)
     if jnp.dtype(array.dtype).name not in FLOATS:
         raise ValueError(f"{name} is {array.dtype}; it must be one of {', '.join(FLOATS)}")
 
 
-def _int32(name: str, array: Array, axes: str) -> None:
+def _int32(name: str, array: Any, axes: str) -> None:
     _ranked(name, array, axes)
     if array.dtype != np.int32:
         raise ValueError(f"{name} is {array.dtype}; it must be int32: use {name}.astype('int32')")
