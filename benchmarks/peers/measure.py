@@ -48,8 +48,9 @@ class Request:
 class Engine(Protocol):
     """One inference engine with its model loaded.
 
-    It may also have `time_steps(count)`, which returns what `time_each_step` does, and
-    `facts(context, batch)`, more to say of a point.
+    It may also have `prepare(prompt)`, untimed work before a prompt of that length;
+    `time_steps(count)`, which returns what `time_each_step` does; and `facts(context, batch)`,
+    more to say of a point.
     """
 
     weights: str  # the form in which it holds the weights
@@ -119,6 +120,9 @@ def measure(request: Request, engine: Engine, deadline: float) -> dict[str, Any]
             why = f"a prefill would take about {seconds_per_token * context:.0f} s, {left:.0f} left"
             skipped += [{"context": context, "batch": b, "why": why} for b in request.batches[name]]
             continue
+        if prepare := getattr(engine, "prepare", None):
+            progress(f"compiling for {context} tokens")
+            prepare(prompts[0])
         prefills: list[float] = []
         while len(prefills) < request.repeats and (not prefills or prefills[0] < SLOW_PREFILL_S):
             progress(f"prefill of {context} tokens, run {len(prefills) + 1}")
