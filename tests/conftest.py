@@ -59,7 +59,13 @@ def shared(request):
 
 @pytest.fixture(scope="session")
 def gguf_file(request):
-    """A function from a model's name to its GGUF file; skips if the file is nowhere."""
+    """A function from a model's name to its GGUF file; skips if the file is nowhere.
+
+    It is looked for in the folder of `--models`, then where `kvjax pull` puts it.
+    """
+    from kvjax.registry import MODELS, model_path
+
+    folder = request.config.getoption("--models")
     names = {
         "smollm2-135m": "smollm2_135m.gguf",
         "gemma3-270m": "gemma3_270m.gguf",
@@ -67,9 +73,10 @@ def gguf_file(request):
     }
 
     def find(name):
-        path = request.config.getoption("--models") / names[name]
-        if path.is_file():
-            return path
-        pytest.skip(f"no {names[name]} in {path.parent}: give the folder with --models DIR")
+        places = [folder / names[name], *([model_path(name)] if name in MODELS else [])]
+        for path in places:
+            if path.is_file():
+                return path
+        pytest.skip(f"no {names[name]} in {folder}: give the folder with --models DIR")
 
     return find

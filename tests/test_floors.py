@@ -37,12 +37,12 @@ WRITERS = {"storage", "kvjax.pull", "kvjax.cli"}
 
 WRITING_CALLS = {
     "copy", "copy2", "copyfile", "copyfileobj", "copytree", "hardlink_to", "link", "mkdtemp",
-    "mkstemp", "move", "NamedTemporaryFile", "remove",
-    "removedirs", "rename", "renames", "replace", "rmdir", "rmtree", "save", "save_file", "savetxt",
-    "savez", "savez_compressed", "serialize_file", "symlink", "symlink_to", "TemporaryDirectory",
-    "TemporaryFile", "tofile", "touch", "truncate", "unlink", "write_bytes", "write_text",
+    "mkstemp", "move", "NamedTemporaryFile", "remove", "removedirs", "rename", "renames",
+    "replace", "rmdir", "rmtree", "save", "save_file", "savetxt", "savez", "savez_compressed",
+    "serialize_file", "symlink", "symlink_to", "TemporaryDirectory", "TemporaryFile", "tofile",
+    "touch", "truncate", "unlink", "write_bytes", "write_text",
 }  # fmt: skip
-"""Names of calls that change files (a folder is none). Names that other objects have too count on FILE_OWNERS only."""
+"""Calls that change files (a folder is none). AMBIGUOUS ones count on FILE_OWNERS only."""
 
 AMBIGUOUS = {"copy", "link", "move", "remove", "rename", "replace", "save", "truncate"}
 FILE_OWNERS = {"np", "numpy", "os", "pathlib", "shutil", "tempfile"}
