@@ -14,7 +14,6 @@ import zipfile
 
 import pytest
 
-from kvjax import pull as pull_module
 from kvjax import registry
 from kvjax.errors import KvjaxError
 from kvjax.pull import PullError, license_terms, pull
@@ -199,7 +198,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, wheels, model, monkeypatc
         yield b"some"
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pull_module, "_blocks", fill)
+    monkeypatch.setattr(sys.modules["kvjax.pull"], "_blocks", fill)
     with pytest.raises(PullError, match=r"disk of .* is full; nothing was kept"):
         pull("tiny", tmp_path / "cache")
     assert everything_in(tmp_path / "cache") == []
