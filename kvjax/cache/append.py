@@ -33,7 +33,8 @@ def append(
       The cache and the reservation; if it failed, nothing changed.
 
     Raises:
-      KvjaxError: not one array a layer, or a wrong number of sequences.
+      KvjaxError: not one array a layer, one of another shape than the layer's, or a wrong number
+        of sequences.
     """
     layers = len(cache.spec.layers)
     if len(keys) != layers or len(values) != layers:
@@ -54,6 +55,9 @@ def append(
             f"cu_lengths has shape {cu_lengths.shape}: must be ({cache.batch + 1},), one start a "
             f"sequence and the end"
         )
+    for layer, shape in enumerate(cache.spec.layers):
+        _check_rows(f"keys[{layer}]", keys[layer], (tokens, shape.kv_heads, shape.head_dim))
+        _check_rows(f"values[{layer}]", values[layer], (tokens, shape.kv_heads, shape.value_dim))
     counts = jnp.diff(cu_lengths)
     cache, reservation = reserve(cache, counts, max_count=max(tokens, 1))
     counts = jnp.where(reservation.ok, counts, 0)
@@ -64,3 +68,12 @@ def append(
     for layer in range(layers):
         cache = write(cache, layer, keys[layer], values[layer], slots)
     return advance(cache, counts), reservation
+
+
+def _check_rows(name: str, rows: Array, shape: tuple[int, int, int]) -> None:
+    """Refuse what a scatter would broadcast: one head or one token repeated to fill many."""
+    if rows.shape != shape:
+        raise KvjaxError(
+            f"{name} has shape {rows.shape}: must be {shape}, tokens, the layer's KV heads and "
+            f"their width"
+        )
