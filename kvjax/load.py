@@ -7,17 +7,20 @@ import warnings
 from collections.abc import Callable
 from typing import Literal
 
-import jax
 import numpy as np
 
 from kvjax.errors import KvjaxError, ModelNotFoundError
 from kvjax.model import Model, from_checkpoint
-from kvjax.models import Checkpoint, ModelConfig, parameters
-from kvjax.models.gguf_file import GGUFFile
-from kvjax.models.gguf_names import model_config
-from kvjax.models.gguf_reader import gguf_weights
-from kvjax.models.gguf_tokenizer import gguf_tokenizer
-from kvjax.models.read import read
+from kvjax.models import (
+    Checkpoint,
+    GGUFFile,
+    ModelConfig,
+    gguf_config,
+    gguf_tokenizer,
+    gguf_weights,
+    parameters,
+    read,
+)
 from kvjax.pallas_kernels import target_platform
 from kvjax.registry import MODELS, cache_root, is_hub_name, model_path, source_of
 from kvjax.storage.files import sha256
@@ -119,7 +122,7 @@ def _locate(
 
 def _read_gguf(path: pathlib.Path, weights: pathlib.Path, report: Progress) -> Checkpoint:
     file = GGUFFile(path)
-    config = model_config(file)
+    config = gguf_config(file)
     tokenizer = gguf_tokenizer(file)
     if all(entry.kind.name in _UNQUANTIZED for entry in file.tensors.values()):
         report("weights", 0.0)
