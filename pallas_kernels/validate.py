@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 PAGE_SIZES = (8, 128)
 FLOATS = ("float32", "bfloat16", "float16")
 # Kernels and XLA gathers address pool elements with int32.
-MAX_POOL_ELEMENTS = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 def check_arrays(
@@ -93,8 +93,8 @@ def _check_pages(q: Array, k_pages: Array, v_pages: Array) -> None:
             "be a multiple of the KV heads"
         )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if math.prod(pages.shape) > MAX_POOL_ELEMENTS:
-            most = MAX_POOL_ELEMENTS // math.prod(pages.shape[1:])
+        if math.prod(pages.shape) > MAX_INT32:
+            most = MAX_INT32 // math.prod(pages.shape[1:])
             raise ValueError(
                 f"{name} has {num_pages} pages, {math.prod(pages.shape)} elements; int32 offsets "
                 f"overflow at 2**31, so at most {most} pages of this shape fit one pool: split it"
@@ -270,8 +270,11 @@ def _positive(name: str, value: float) -> float:
 
 
 def _at_least(name: str, value: int, least: int, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer, at least {least}{hint}")
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not least <= value <= MAX_INT32:
+        raise ValueError(
+            f"{name} is {value!r}; it must be an integer, at least {least} and below 2**31{hint}"
+        )
 
 
 def _concrete(name: str, value: ArrayLike, rank: int) -> np.ndarray:

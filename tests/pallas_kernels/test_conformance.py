@@ -1,3 +1,5 @@
+"""The shared body on every implementation but the Mosaic kernels (`test_tpu_interpret.py`)."""
+
 import pytest
 
 from tests.pallas_kernels.conformance import DECODE, GPU_DECODE, GPU_RAGGED, RAGGED, check

@@ -22,6 +22,7 @@ PLAIN = {
 }
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+and_the_tpu_kernel = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "tpu"])
 
 
 def decode_batch(tokens, lengths, page_size, seed=0):
@@ -47,7 +48,7 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-@every_implementation
+@and_the_tpu_kernel
 def test_page_size_changes_nothing(implementation):
     """A page id used where a token slot was meant shows as soon as pages differ from 16 tokens:
     the same tokens give the same attention for every page size."""
@@ -166,7 +167,7 @@ def test_lengths_that_point_outside_are_found(kv_lengths, cu_q_lengths, message)
         check_ragged(np.asarray(kv_lengths, np.int32), np.asarray(cu_q_lengths, np.int32), 8)
 
 
-@every_implementation
+@and_the_tpu_kernel
 def test_padded_and_true_lengths_are_not_mixed_up(implementation):
     """Starts summed over padded lengths met starts summed over true ones in a mixed batch: prefills
     and decodes of 1, 17, 16, 0 and 33 tokens, with padding behind them, equal each one alone."""
@@ -249,7 +250,7 @@ def test_pages_are_found_through_the_table_in_prefill_too(implementation):
         np.testing.assert_array_equal(results[0].out, other.out)
 
 
-@every_implementation
+@and_the_tpu_kernel
 @pytest.mark.parametrize("window", [None, 9])
 def test_chunk_size_changes_nothing(implementation, window):
     """Scores computed in chunks lost the chunk's offset, so later chunks saw too few keys: a prompt
