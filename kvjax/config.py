@@ -4,6 +4,7 @@ import dataclasses
 
 from kvjax.errors import KvjaxError
 from kvjax.pallas_kernels import IMPLEMENTATIONS
+from kvjax.pallas_kernels.support import Implementation
 from kvjax.spec import DEFAULT_PAGE_SIZE, ITEM_BYTES
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 128
@@ -28,7 +29,7 @@ class CacheConfig:
     page_size: int = DEFAULT_PAGE_SIZE
     num_pages: int | None = None
     dtype: str | None = None
-    attention: str | None = None
+    attention: Implementation | None = None
 
     def __post_init__(self) -> None:
         size = self.page_size

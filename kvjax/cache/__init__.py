@@ -4,7 +4,14 @@ from kvjax.cache.allocate import advance, fork, release, reserve
 from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
 from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, write
-from kvjax.cache.state import PagedKVCache, Reservation, init, pages_needed, pool_bytes
+from kvjax.cache.state import (
+    PagedKVCache,
+    Reservation,
+    check_pools,
+    init,
+    pages_needed,
+    pool_bytes,
+)
 
 __all__ = [
     "PagedKVCache",
@@ -12,6 +19,7 @@ __all__ = [
     "advance",
     "append",
     "check_csr",
+    "check_pools",
     "copy_pages",
     "fork",
     "from_csr",

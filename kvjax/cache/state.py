@@ -122,20 +122,7 @@ def init(
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
-    for index, layer in enumerate(spec.layers):
-        if layer.kind != "gqa" or layer.shared is not None:
-            what = layer.kind if layer.shared is None else f"shared with layer {layer.shared}"
-            raise KvjaxError(
-                f"layer {index} is {what}: a PagedKVCache holds layers of kind 'gqa' that store "
-                f"their own keys and values"
-            )
-        elements = num_pages * page_size * layer.kv_heads * max(layer.head_dim, layer.value_dim)
-        if elements > MAX_POOL_ELEMENTS:
-            most = MAX_POOL_ELEMENTS * num_pages // elements
-            raise KvjaxError(
-                f"num_pages is {num_pages}: layer {index}'s pool would have {elements} elements, "
-                f"more than int32 can index; use at most {most} pages"
-            )
+    check_pools(spec, num_pages, page_size)
     dtype = jnp.dtype(spec.dtype)
     return PagedKVCache(
         k_pages=tuple(
@@ -151,6 +138,34 @@ def init(
         page_refs=jnp.zeros((num_pages,), jnp.int32),
         spec=spec,
     )
+
+
+def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
+    """Refuse pools that cannot be made, before anything is traced.
+
+    Args:
+      spec: what a token stores in each layer.
+      num_pages: N.
+      page_size: P, tokens a page.
+
+    Raises:
+      KvjaxError: a pool is too large to index, or a layer is of a kind that paged pools do not
+        hold.
+    """
+    for index, layer in enumerate(spec.layers):
+        if layer.kind != "gqa" or layer.shared is not None:
+            what = layer.kind if layer.shared is None else f"shared with layer {layer.shared}"
+            raise KvjaxError(
+                f"layer {index} is {what}: a PagedKVCache holds layers of kind 'gqa' that store "
+                f"their own keys and values"
+            )
+        elements = num_pages * page_size * layer.kv_heads * max(layer.head_dim, layer.value_dim)
+        if elements > MAX_POOL_ELEMENTS:
+            most = MAX_POOL_ELEMENTS * num_pages // elements
+            raise KvjaxError(
+                f"num_pages is {num_pages}: layer {index}'s pool would have {elements} elements, "
+                f"more than int32 can index; use at most {most} pages"
+            )
 
 
 def pool_bytes(cache: PagedKVCache) -> dict[str, int]:

@@ -35,11 +35,7 @@ def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[in
             )
         ids = model.tokenizer.encode(prompt)
     else:
-        try:
-            check_tokens(prompt, model.config.vocab_size)
-        except ValueError as error:
-            raise KvjaxError(f"{what}: {error}") from error
-        ids = [int(token) for token in prompt]
+        ids = _checked(model, prompt, what)
     if not ids or prompt == "":
         raise KvjaxError(f"{what} is empty: give at least one token")
     return ids
@@ -55,12 +51,14 @@ def prompt_list(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> lis
     Raises:
       KvjaxError: there is none, or one of them is not usable.
     """
-    if isinstance(prompts, str):
-        return [token_ids(model, prompts)]
-    if len(prompts) and all(isinstance(item, int | np.integer) for item in prompts):
-        return [token_ids(model, [int(item) for item in prompts])]  # type: ignore[arg-type]
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
+    if isinstance(prompts, str) or not _is_list(prompts):
+        return [token_ids(model, prompts)]  # type: ignore[arg-type]
     if not len(prompts):
         raise KvjaxError("prompts is empty: give a text, token ids, or a list of either")
+    if not any(_is_list(item) for item in prompts):
+        return [token_ids(model, prompts)]  # type: ignore[arg-type]
     return [token_ids(model, p, f"prompt {i}") for i, p in enumerate(prompts)]  # type: ignore[arg-type]
 
 
@@ -75,12 +73,24 @@ def stop_ids(model: Model, stop_tokens: Sequence[int], stop_at_eos: bool) -> lis
     Raises:
       KvjaxError: an id is out of range.
     """
-    try:
-        check_tokens(stop_tokens, model.config.vocab_size)
-    except ValueError as error:
-        raise KvjaxError(f"stop_tokens: {error}") from error
+    own = _checked(model, stop_tokens, "stop_tokens")
     eos = model.tokenizer.eos_ids if stop_at_eos and model.tokenizer is not None else frozenset()
-    return sorted({*map(int, stop_tokens), *eos})
+    return sorted({*own, *eos})
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
+
+
+def _checked(model: Model, ids: Sequence[int], what: str) -> list[int]:
+    try:
+        array = np.asarray(ids)
+        check_tokens(array, model.config.vocab_size)
+    except ValueError as error:
+        raise KvjaxError(f"{what}: {error}") from error
+    if array.ndim != 1:
+        raise KvjaxError(f"{what} is {ids!r}: must be a list of token ids")
+    return [int(token) for token in array]
 
 
 def padded_stops(stops: Sequence[int]) -> jax.Array:
@@ -126,15 +136,27 @@ def positive(name: str, value: int) -> int:
     Raises:
       KvjaxError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
-    return value
+    return int(value)
 
 
 def prng_key(key: jax.Array | int | None) -> jax.Array:
-    """A typed PRNG key from a key, a seed, or nothing (seed 0)."""
-    if key is None or isinstance(key, int):
-        return jax.random.key(key or 0)
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    return jax.random.wrap_key_data(key)
+    """A typed PRNG key from a key, a seed, or nothing (seed 0).
+
+    Raises:
+      KvjaxError: it is neither, or a seed that JAX would cut to 32 bits.
+    """
+    if key is None:
+        return jax.random.key(0)
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        if not 0 <= key < 2**32:
+            raise KvjaxError(f"key is {key!r}: a seed must be 0 to 2**32 - 1")
+        return jax.random.key(int(key))
+    if isinstance(key, jax.Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if typed and key.shape == ():
+            return key
+        if key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
+            return jax.random.wrap_key_data(key)
+    raise KvjaxError(f"key is {key!r}: must be one key of jax.random.key, a seed, or None")

@@ -144,7 +144,7 @@ def _score(static: tuple[Any, Shapes], params: Any, prompts: Prompts) -> _Result
         tops = jax.lax.dynamic_update_slice(tops, top.reshape(-1), at)
         return index + 1, state, logprobs, tops
 
-    carry = (jnp.int32(0), state, jnp.zeros((total,)), jnp.zeros((total,), jnp.int32))
+    carry = (jnp.int32(0), state, jnp.zeros((total,), jnp.float32), jnp.zeros((total,), jnp.int32))
     _, state, logprobs, tops = jax.lax.while_loop(goes_on, step, carry)
     used = jnp.sum(state.cache.page_refs > 0, dtype=jnp.int32)
     return _Result(logprobs, tops, state.reservation, used)

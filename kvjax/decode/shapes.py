@@ -7,9 +7,11 @@ compiled: for one model, page size and sampler, at most a few dozen whatever is 
 import dataclasses
 from collections.abc import Sequence
 
+from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.errors import KvjaxError, PoolExhaustedError
 from kvjax.models import ModelConfig
+from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
 from kvjax.spec import KVSpec, pages_for
 
 SMALLEST_CHUNK = 16
@@ -31,7 +33,7 @@ class Shapes:
     max_pages: int  # a row's block table
     page_size: int
     room: int  # tokens the output has room for, a power of two
-    attention: str | None
+    attention: Implementation | None
 
 
 def power_of_two(n: int) -> int:
@@ -86,21 +88,20 @@ def plan(
       cache: the caller's.
 
     Raises:
-      KvjaxError: prompt and new tokens do not fit the model's context, or `prefill_chunk` is
-        not a multiple of `SMALLEST_CHUNK`.
+      KvjaxError: prompt and new tokens do not fit the model's context, `prefill_chunk` is not a
+        multiple of `SMALLEST_CHUNK`, the attention that `cache` insists on cannot run, or a pool
+        would be larger than programs can index.
       PoolExhaustedError: they do not fit the pool.
     """
-    if isinstance(prefill_chunk, bool) or prefill_chunk < 1 or prefill_chunk % SMALLEST_CHUNK:
+    whole = isinstance(prefill_chunk, int) and not isinstance(prefill_chunk, bool)
+    if not whole or prefill_chunk < 1 or prefill_chunk % SMALLEST_CHUNK:
         raise KvjaxError(
             f"prefill_chunk is {prefill_chunk!r}: must be a multiple of {SMALLEST_CHUNK} tokens"
         )
     for row, length in enumerate(lengths):
         if length + new_tokens > config.max_context:
-            raise KvjaxError(
-                f"prompt {row} has {length} tokens and {new_tokens} new ones are asked for: the "
-                f"model's context is {config.max_context} tokens; shorten the prompt to "
-                f"{max(config.max_context - new_tokens, 0)} or ask for fewer"
-            )
+            raise KvjaxError(_too_long(row, length, new_tokens, config.max_context))
+    _check_attention(spec, cache)
     size = cache.page_size
     # The last token drawn is never written, so a row ends with one token less than it shows.
     held = [pages_for(length + max(new_tokens - 1, 0), size) for length in lengths]
@@ -111,6 +112,8 @@ def plan(
             needed=sum(held),
             free=cache.num_pages,
         )
+    num_pages = cache.num_pages or half_step(sum(held))
+    check_pools(spec, num_pages, size)
     total = sum(lengths)
     chunk = chunk_size(total, prefill_chunk)
     return Shapes(
@@ -118,9 +121,40 @@ def plan(
         batch=power_of_two(len(lengths)),
         chunk=chunk,
         chunks=power_of_two(-(-total // chunk)),
-        num_pages=cache.num_pages or half_step(sum(held)),
+        num_pages=num_pages,
         max_pages=half_step(max(held)),
         page_size=size,
         room=power_of_two(max(new_tokens, SMALLEST_CHUNK)),
         attention=cache.attention,
     )
+
+
+def _too_long(row: int, length: int, new_tokens: int, context: int) -> str:
+    if not new_tokens:
+        return f"the text has {length} tokens: the model's context is {context}; shorten it"
+    what = "shorten the prompt" if length >= context else f"ask for at most {context - length}"
+    return (
+        f"prompt {row} has {length} tokens and max_new_tokens is {new_tokens}: the model's context "
+        f"is {context} tokens; {what}"
+    )
+
+
+def _check_attention(spec: KVSpec, cache: CacheConfig) -> None:
+    """Refuse a named implementation here, rather than deep in a program that is being traced."""
+    if cache.attention is None:
+        return
+    for operation in OPERATIONS:
+        for layer in spec.layers:
+            reason = supported(
+                operation,
+                cache.attention,
+                head_dim=layer.head_dim,
+                v_head_dim=layer.value_dim,
+                page_size=cache.page_size,
+                dtype=spec.dtype,
+            )
+            if reason is not None:
+                raise KvjaxError(
+                    f"attention={cache.attention!r} cannot run: {reason}; pass attention=None to "
+                    f"let kvjax choose"
+                )
