@@ -5,9 +5,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
 from kvjax.errors import KvjaxError
+
+MIN_TEMPERATURE = 1e-6
+"""Below it a draw is greedy up to rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +36,17 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        heat = self.temperature
+        if not _is_number(heat) or not (heat == 0 or MIN_TEMPERATURE <= heat < math.inf):
             raise KvjaxError(
-                f"temperature is {self.temperature!r}: must be 0 (greedy) or a positive number"
+                f"temperature is {heat!r}: must be 0 (greedy) or a number of at least "
+                f"{MIN_TEMPERATURE}"
             )
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k < 1):
+        if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
             raise KvjaxError(f"top_k is {self.top_k!r}: must be an integer of at least 1, or None")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
+            if value is not None and not (_is_number(value) and 0 < value <= 1):
                 raise KvjaxError(f"{name} is {value!r}: must be above 0 and at most 1, or None")
 
 
@@ -72,7 +78,9 @@ class Sampler:
         """
         if self.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        kept, order = self._filtered(logits / self.temperature)
+        # Differences from the best, so that no division by a small temperature overflows.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        kept, order = self._filtered(below / self.temperature)
         step_key = jax.random.fold_in(key, step)
         rows = jnp.arange(logits.shape[0], dtype=jnp.uint32)
         keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(rows)
@@ -111,9 +119,18 @@ def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
     return Sampler(
         temperature=jnp.float32(sampling.temperature or 1.0),
         top_k=jnp.int32(top_k),
-        top_p=jnp.float32(1.0 if sampling.top_p is None else sampling.top_p),
+        # Rounded sums of probabilities reach 1 before the last token: 1 would not keep all.
+        top_p=jnp.float32(2.0 if sampling.top_p in (None, 1) else sampling.top_p),
         # log(0) would be -inf and keep all as well, but NaN where the best logit is infinite.
         min_p=jnp.float32(1e-30 if sampling.min_p is None else sampling.min_p),
         greedy=sampling.temperature == 0,
         sorts=sampling.top_k is not None or sampling.top_p is not None,
     )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float | np.floating)
