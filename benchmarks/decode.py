@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +40,12 @@ from kvjax.registry import MODELS, model_path
 CONTEXTS, BATCHES = "512,2048,8192", "1,8"
 STEPS, QUICK_STEPS = 16, 4
 BUDGET_S, QUICK_BUDGET_S = 170.0, 12.0
+
+QUICK_S = 40.0
+"""Seconds into a quick run after which it starts no engine and no further measurement."""
+
+QUICK_ORDER = ("kvjax:float32", "llama_cpp", "openvino", "transformers", "kvjax:bf16")
+"""vLLM is not among them: it compiles for a minute or more before it answers."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -104,16 +111,22 @@ def make_request(options: argparse.Namespace, model: Model, gguf: pathlib.Path) 
         cache_dir=str((options.peers / "cache").resolve()),
         max_context=model.config.max_context,
         cache_bytes=needed * spec.bytes_per_token,
+        quick=options.quick,
     )
 
 
-def run_all(engines: list[Engine], request: Request, peers: pathlib.Path) -> list[Outcome]:
-    """Run the engines one after the other, telling what they do."""
+def run_all(
+    engines: list[Engine], request: Request, peers: pathlib.Path, last_start: float
+) -> list[Outcome]:
+    """Run the engines one after the other, telling what they do; none starts after `last_start`."""
     console = Console(stderr=True)
     outcomes = []
     for index, engine in enumerate(engines):
         head = f"[{index + 1}/{len(engines)}] {engine.label}"
         begin = time.monotonic()
+        if begin > last_start:
+            outcomes.append(Outcome(engine, None, "no time left in a quick run", 0.0))
+            continue
         with console.status(head) as status:
 
             def say(text: str, head: str = head, begin: float = begin) -> None:
@@ -164,24 +177,23 @@ def precision_row(exact: Model, gguf: pathlib.Path, cache: str, count: int) -> r
 def main() -> int:
     """Run the benchmark."""
     options = parse()
+    jax.config.update("jax_platforms", "cpu")  # where the peers run
+    last_start = time.monotonic() + QUICK_S if options.quick else float("inf")
     console = Console(stderr=True)
     gguf = model_path(options.model) if options.model in MODELS else pathlib.Path(options.model)
     try:
-        engines = choose(options.only, cpu_multiplies_bfloat16())
+        names = options.only or (list(QUICK_ORDER) if options.quick else [])
+        engines = choose(names, cpu_multiplies_bfloat16())
     except ValueError as error:
         console.print(f"--only: {error}", markup=False)
         return 2
-    if options.quick and not options.only:
-        ready = {"kvjax", *(path.parent.name for path in options.peers.glob("*/installed.json"))}
-        # vLLM compiles for a minute or more before it answers: --only vllm runs it all the same.
-        engines = [e for e in engines if e.name in ready - {"vllm"}]
     cache = str((options.peers / "cache").resolve())
     with console.status("loading the model"):
         model = load(options.model, dtype="float32", cache_dir=cache if gguf.is_file() else None)
     request = make_request(options, model, gguf)
     points = [(int(c), batch) for c, batches in request.batches.items() for batch in batches]
     points.sort()
-    outcomes = run_all(engines, request, options.peers)
+    outcomes = run_all(engines, request, options.peers, last_start)
 
     rows: list[report.Row] = []
     ours = [outcome for outcome in outcomes if outcome.engine.name == "kvjax"]
@@ -189,7 +201,7 @@ def main() -> int:
     for outcome in ours:
         rows += comparison_rows(outcome, peers, points)
         rows += count_rows(outcome, points, CacheConfig().page_size)
-    if ours:
+    if ours and time.monotonic() < last_start:
         longest = points[-1][0] // 16 * 16
         with console.status("paged attention against contiguous"):
             dtypes = ["float32"] if options.quick else ["float32", "bfloat16"]

@@ -57,15 +57,13 @@ def sweep_fit(point: dict[str, Any]) -> Fit | None:
     return fit(pairs) if len(pairs) > 1 else None
 
 
-def decode_aim(peer: str, dtype: str, context: int, longest: int, batch: int) -> str | None:
+def decode_aim(peer: str, context: int, longest: int, batch: int) -> str | None:
     """What is aimed at against a peer, as a ratio of tokens a second."""
     if peer == "transformers":
         return ">= 2"
-    if dtype != "float32" and peer == "vllm":
+    if peer == "vllm":
         return ">= 1" if batch == 1 else ">= 1.5"
-    if peer == "vllm":  # it runs in the dtype that is fast here; so does kvjax, in one of its two
-        return ">= 1" if batch == 1 else ">= 1.5"
-    if peer == "openvino" and context == longest and batch == 1:
+    if peer == "openvino" and context == longest >= PREFILL_CONTEXT and batch == 1:
         return ">= 1"
     return None
 
@@ -96,7 +94,7 @@ def comparison_rows(ours: Outcome, peers: Iterable[Outcome], points: list[Any]) 
                     ours=mine and mine["decode_tokens_per_s"],
                     baseline=label,
                     baseline_value=theirs and theirs["decode_tokens_per_s"],
-                    aim=decode_aim(name, ours.engine.dtype, context, longest, batch),
+                    aim=decode_aim(name, context, longest, batch),
                 )
             )
             if batch == 1:

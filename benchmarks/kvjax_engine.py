@@ -108,13 +108,14 @@ class Kvjax:
     copies_cache = True
 
     def __init__(self, request: measure.Request):
+        jax.config.update("jax_platforms", "cpu")  # where its peers run
         keep_programs(request.cache_dir)
         self.model = load(request.gguf, dtype=request.dtype, cache_dir=request.cache_dir)
         self.weights = f"{request.dtype}, dequantized from the file"
         self.kv = f"{request.dtype}, paged"
         packages = ("jax", "jaxlib", "flax")
         self.versions = {name: importlib.metadata.version(name) for name in packages}
-        self.steps = request.steps
+        self.steps, self.quick = request.steps, request.quick
         self.contexts = sorted(int(context) for context in request.prompts)
         self.prompts = request.prompts
         self.compile_s = 0.0
@@ -232,7 +233,9 @@ class Kvjax:
         }
         if batch == 1:
             answer["likeliest"] = self.likeliest()
-        if context == self.contexts[-1]:
+        if self.quick:
+            return answer
+        if context == self.contexts[-1] and batch == 1:
             lengths = [length for length in SWEEP if length < context] + [context]
             answer["sweep"] = [
                 {

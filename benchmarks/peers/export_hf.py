@@ -1,4 +1,7 @@
-"""Save a GGUF file as a Hugging Face folder, for engines that read no GGUF; run by their Python."""
+"""Save a GGUF file as a Hugging Face folder, once, for engines that read no GGUF or read it slowly.
+
+Run by an engine's own Python, with the transformers that it has.
+"""
 
 import os
 import pathlib

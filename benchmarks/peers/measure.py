@@ -33,6 +33,7 @@ class Request:
     cache_dir: str  # for what an engine derives from the file (exports, compiled graphs)
     max_context: int  # tokens that the model can see
     cache_bytes: int  # of keys and values in `dtype`, for the largest point
+    quick: bool  # leave out what is not needed for times and tokens
 
     @property
     def most_rows(self) -> int:
@@ -104,19 +105,20 @@ def decode_point(engine: Engine, context: int, batch: int, count: int) -> dict[s
     }
 
 
-def measure(request: Request, engine: Engine, deadline: float) -> dict[str, Any]:
-    """Prefill and decode at every context and batch that fits before the deadline."""
+def measure(request: Request, engine: Engine) -> dict[str, Any]:
+    """Prefill and decode at every context and batch that fits into the budget."""
     points: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     shortest = min(request.prompts.values(), key=lambda prompts: len(prompts[0]))[0]
     progress("warming up")
-    engine.prefill(shortest[: min(len(shortest), 256)])
+    engine.prefill(shortest)
     engine.step()
+    deadline = time.monotonic() + request.budget_s
     seconds_per_token = 0.0
     for name, prompts in sorted(request.prompts.items(), key=lambda item: int(item[0])):
         context = int(name)
         left = deadline - time.monotonic()
-        if seconds_per_token * context > left:
+        if points and seconds_per_token * context > left:
             why = f"a prefill would take about {seconds_per_token * context:.0f} s, {left:.0f} left"
             skipped += [{"context": context, "batch": b, "why": why} for b in request.batches[name]]
             continue
@@ -161,7 +163,7 @@ def main(start: Callable[[Request], Engine]) -> None:
     progress("starting")
     engine = start(request)
     start_s = time.monotonic() - begin
-    answer = measure(request, engine, time.monotonic() + request.budget_s)
+    answer = measure(request, engine)
     answer |= {
         "weights": engine.weights,
         "kv": engine.kv,

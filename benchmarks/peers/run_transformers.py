@@ -1,7 +1,6 @@
 """Hugging Face transformers with its DynamicCache, run by its own Python (see measure.py)."""
 
-import pathlib
-
+import export_hf
 import measure
 import torch
 import transformers
@@ -14,9 +13,9 @@ class Transformers:
 
     def __init__(self, request: measure.Request):
         torch.set_num_threads(request.threads)
-        path = pathlib.Path(request.gguf)
+        folder = export_hf.export(request.gguf, request.dtype, request.cache_dir)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=getattr(torch, request.dtype)
+            folder, dtype=getattr(torch, request.dtype)
         ).eval()
         self.weights = f"{request.dtype}, dequantized from the file"
         self.kv = f"{request.dtype}, DynamicCache"
