@@ -79,11 +79,11 @@ def comparison_rows(ours: Outcome, peers: Iterable[Outcome], points: list[Any]) 
     rows = []
     longest = max(context for context, _ in points)
     for context, batch in points:
-        mine = ours.point(context, batch)
+        mine = ours.point(context, batch) or {}
         for peer in peers:
-            theirs = peer.point(context, batch)
+            theirs = peer.point(context, batch) or {}
             label = peer.engine.label
-            if theirs is None:
+            if not theirs:
                 label += f" (not measured: {peer.why_not(context, batch)})"
             name = peer.engine.name
             rows.append(
@@ -91,9 +91,9 @@ def comparison_rows(ours: Outcome, peers: Iterable[Outcome], points: list[Any]) 
                     claim=f"decode, {context} tokens, batch {batch}, {ours.engine.label}",
                     metric="decode speed",
                     unit="tokens/s",
-                    ours=mine and mine["decode_tokens_per_s"],
+                    ours=mine.get("decode_tokens_per_s"),
                     baseline=label,
-                    baseline_value=theirs and theirs["decode_tokens_per_s"],
+                    baseline_value=theirs.get("decode_tokens_per_s"),
                     aim=decode_aim(name, context, longest, batch),
                 )
             )
@@ -106,9 +106,9 @@ def comparison_rows(ours: Outcome, peers: Iterable[Outcome], points: list[Any]) 
                         claim=f"prefill, {context} tokens, {ours.engine.label}",
                         metric="prefill speed",
                         unit="tokens/s",
-                        ours=mine and mine["prefill_tokens_per_s"],
+                        ours=mine.get("prefill_tokens_per_s"),
                         baseline=label,
-                        baseline_value=theirs and theirs["prefill_tokens_per_s"],
+                        baseline_value=theirs.get("prefill_tokens_per_s"),
                         aim=aims.get(name),
                     )
                 )

@@ -97,8 +97,8 @@ def run(
         file = pathlib.Path(folder) / "request.json"
         file.write_text(json.dumps(asked))
         limit = request.budget_s + START_S
-        answer, why = _converse([*command, str(file)], request.threads, limit, say)
-    return Outcome(engine, answer, why, time.monotonic() - begin)
+        answer, failure = _converse([*command, str(file)], request.threads, limit, say)
+    return Outcome(engine, answer, failure, time.monotonic() - begin)
 
 
 def _converse(
@@ -129,11 +129,11 @@ def _converse(
     try:
         while ended < len(readers):
             try:
-                name, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                source, line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None, f"took longer than {limit_s:.0f} s, at: {last}"
-            ended += name == "end"
-            if name == "out":
+            ended += source == "end"
+            if source == "out":
                 out += line
             elif line.startswith("@@ "):
                 say(line[3:].strip())

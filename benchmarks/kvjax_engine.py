@@ -110,7 +110,8 @@ class Kvjax:
     def __init__(self, request: measure.Request):
         jax.config.update("jax_platforms", "cpu")  # where its peers run
         keep_programs(request.cache_dir)
-        self.model = load(request.gguf, dtype=request.dtype, cache_dir=request.cache_dir)
+        dtype: Any = request.dtype
+        self.model = load(request.gguf, dtype=dtype, cache_dir=request.cache_dir)
         self.weights = f"{request.dtype}, dequantized from the file"
         self.kv = f"{request.dtype}, paged"
         packages = ("jax", "jaxlib", "flax")
@@ -119,6 +120,7 @@ class Kvjax:
         self.contexts = sorted(int(context) for context in request.prompts)
         self.prompts = request.prompts
         self.compile_s = 0.0
+        self.state: Any = None  # a `DecodeState`, or None before there is one
 
     def run(self, function: Any, static: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
         """Run a program, compiled before its time is taken; `seconds` holds the time."""
@@ -159,7 +161,7 @@ class Kvjax:
 
     def prefill(self, prompt: list[int]) -> int:
         """Read one prompt in chunks."""
-        self.state: DecodeState | None = None  # frees the pools before others are made
+        self.state = None  # frees the pools before others are made
         args = self.arguments(prompt)
         self.state = self.run(_prefill, self.static, *args)
         self.state.reservation.check(self.state.cache)
@@ -248,7 +250,7 @@ class Kvjax:
             answer["generate_step_ms"] = self.generate_step_ms(context)
         return answer
 
-    def likeliest(self) -> list[list[list[float]]]:
+    def likeliest(self) -> list[tuple[list[int], list[float]]]:
         """For each greedy token, the likeliest tokens and their log-probabilities there."""
         graphdef, params = self.model.graphdef, self.model.params
         answer = []
@@ -262,14 +264,14 @@ class Kvjax:
                 self.loop(1)
                 hidden = self.state.hidden
             tokens, values = self.run(_likeliest, graphdef, params, hidden)
-            answer.append([[int(t) for t in tokens], [float(v) for v in values]])
+            answer.append(([int(t) for t in tokens], [float(v) for v in values]))
         return answer
 
     def generate_step_ms(self, context: int) -> float:
         """Milliseconds a step of `kvjax.decode.generate` itself, by the same difference."""
         prompt = self.prompts[str(context)][0]
         lengths = (18, 32)  # of one bucket of shapes, so that both run the same program
-        best = {}
+        best: dict[int, float] = {}
         for new_tokens in lengths * 3:
             answer = generate(
                 self.model, prompt, max_new_tokens=new_tokens, stop_at_eos=False

@@ -58,7 +58,8 @@ def hidden_states(model: Model, tokens: Sequence[int]) -> Float[Array, "T d"]:
     )
     prompts = inputs.flat_prompts([tokens], shapes)
     program = jax.jit(_hidden, static_argnums=0)
-    return program((model.graphdef, shapes), model.params, prompts)[: len(tokens)]
+    hidden: Array = program((model.graphdef, shapes), model.params, prompts)
+    return hidden[: len(tokens)]
 
 
 def divergence(exact: Model, fast: Model, tokens: Sequence[int]) -> Divergence:
