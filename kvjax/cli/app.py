@@ -1,0 +1,70 @@
+"""Puts the subcommands together, and says what goes wrong in one line."""
+
+from typing import Any
+
+import typer
+import typer.core
+
+from kvjax.cli import demo, generate, info, pull, score
+from kvjax.cli.console import say_error, warnings_as_lines
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class Commands(typer.core.TyperGroup):
+    """The group of subcommands: the boundary where an error becomes a line and an exit code.
+
+    What the user gave wrong is a `ValueError` (every `KvjaxError` is one), a file that is not there
+    or not readable is an `OSError` that names it. Anything else is a fault of kvjax and keeps its
+    traceback.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the subcommand."""
+        try:
+            with warnings_as_lines():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say_error("stopped")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except ValueError as error:
+            if ctx.params.get("traceback"):
+                raise
+            say_error(str(error))
+            raise typer.Exit(EXIT_BAD_INPUT) from None
+        except OSError as error:
+            if ctx.params.get("traceback") or error.filename is None:
+                raise
+            say_error(f"{error.filename}: {error.strerror}")
+            raise typer.Exit(EXIT_BAD_INPUT) from None
+
+
+app = typer.Typer(
+    name="kvjax",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Long-context inference in JAX through a paged KV cache.",
+    epilog="Start with: [bold]kvjax demo[/bold]",
+)
+app.command(no_args_is_help=True)(generate.generate)
+app.command(no_args_is_help=True)(score.score)
+app.command()(info.info)
+app.command()(pull.pull)
+app.command()(demo.demo)
+
+
+@app.callback()
+def _root(
+    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
+) -> None:
+    """Long-context inference in JAX through a paged KV cache."""
+    del traceback  # read by Commands.invoke
+
+
+def main() -> None:
+    """The entry point."""
+    app()

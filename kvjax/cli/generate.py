@@ -1,0 +1,120 @@
+"""`kvjax generate`: continue a text, or answer a question about one."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.cli import options, prompt
+from kvjax.cli.console import Bars, bars
+from kvjax.cli.running import open_model, show_stats, stats_as_json
+from kvjax.errors import KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.config import CacheConfig
+    from kvjax.decode import Sampling, Stats
+    from kvjax.model import Model
+
+
+@options.with_options(sampling=options.sampling_options, cache=options.cache_options)
+def generate(
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
+    *,
+    file: prompt.FromFile = None,
+    stdin: prompt.FromStdin = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    system: Annotated[
+        str | None, typer.Option(help="What the system turn says; needs --chat.")
+    ] = None,
+    model: options.ModelName = "smollm2-135m",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 64,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A token that ends the answer, as its text or its id; may be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(rich_help_panel="Sampling", help="Of the draws.")] = 0,
+    dtype: options.DTypeName = "auto",
+    prefill_chunk: options.PrefillChunk = 512,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            help="Write tokens as they are drawn, or run prefill and decode as one program."
+        ),
+    ] = True,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
+    sampling: "Sampling",
+    cache: "CacheConfig",
+) -> None:
+    """Continue a text, or answer a question about one.
+
+    The text goes to stdout, progress and the closing table go to stderr.
+
+    Example: kvjax generate --chat --file report.txt "What was the profit in 2019?"
+    """
+    if system is not None and not chat:
+        raise KvjaxError("--system needs --chat: a plain text has no system turn")
+    content = prompt.gather(text, file, stdin)
+    with bars() as progress:
+        opened, load_seconds = open_model(
+            model, dtype=dtype, cache_dir=cache_dir, progress=progress
+        )
+        result, stats = run(
+            opened,
+            prompt.as_chat(opened, content, system) if chat else content,
+            progress,
+            stream=stream and not as_json,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=seed,
+            stop_tokens=prompt.stop_ids(opened, stop or []),
+            cache=cache,
+            prefill_chunk=prefill_chunk,
+        )
+    if as_json:
+        print(json.dumps({**result, "stats": stats_as_json(stats, load_seconds)}))
+    else:
+        if not stream:
+            print(result["text"])
+        show_stats(opened, stats, load_seconds, verbose=verbose)
+
+
+def run(
+    model: "Model", text: str | Sequence[int], progress: Bars, *, stream: bool, **arguments: Any
+) -> tuple[dict[str, Any], "Stats"]:
+    """Generates; when streaming, writes the text to stdout as it comes.
+
+    Args:
+      model: what to run.
+      text: the prompt.
+      progress: stopped before the first token is written.
+      stream: whether to write at all, and token by token.
+      arguments: those of `kvjax.decode.generate`.
+
+    Returns:
+      The text, its tokens and why it ended; and the statistics.
+    """
+    from kvjax import decode
+
+    if not stream:
+        result = decode.generate(model, text, progress=progress.share, **arguments)
+        return {
+            "text": result.texts[0],
+            "tokens": result.tokens[0],
+            "finish_reason": result.finish_reasons[0],
+        }, result.stats
+    tokens, pieces = [], []
+    finish_reason = stats = None
+    for event in decode.stream(model, text, progress=progress.share, **arguments):
+        progress.stop()
+        tokens.append(event.token)
+        pieces.append(event.text)
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+        finish_reason, stats = event.finish_reason, event.stats
+    sys.stdout.write("\n")
+    assert stats is not None  # every stream ends with them
+    return {"text": "".join(pieces), "tokens": tokens, "finish_reason": finish_reason}, stats

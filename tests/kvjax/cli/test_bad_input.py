@@ -1,0 +1,145 @@
+import importlib
+import json
+
+import pytest
+import typer.testing
+
+from kvjax.cli import app
+from tests.kvjax.tiny_gguf import VOCABULARY, write_gguf
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Every file a bad command line may name."""
+    folder = tmp_path_factory.mktemp("bad")
+    whole = write_gguf(folder / "tiny.gguf").read_bytes()
+    (folder / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    (folder / "head.gguf").write_bytes(whole[:40])
+    (folder / "empty.gguf").write_bytes(b"")
+    (folder / "text.gguf").write_text("no model at all")
+    write_gguf(folder / "foreign.gguf", architecture="mamba")
+    write_gguf(folder / "nan.gguf", nan=True)
+    write_gguf(folder / "base.gguf", chat=False)
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "long.txt").write_text("a" * 1000)
+    (folder / "folder").mkdir()
+    for name, content in {
+        "high": [1, VOCABULARY],
+        "negative": [1, -1],
+        "one": [1],
+        "none": [],
+        "float": [1, 2.5],
+        "bool": [True, False],
+        "object": {"tokens": [1]},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "not.json").write_text("[1, 2")
+    return folder
+
+
+CASES = [
+    # generate: the text
+    ("generate --model tiny.gguf --json", "no text: give it as an argument"),
+    ("generate '' --model tiny.gguf", "the text is empty"),
+    ("generate --file empty.txt --model tiny.gguf", "the text is empty"),
+    ("generate --file latin.txt --model tiny.gguf", "latin.txt is not UTF-8 text: byte 3 is 0xe9"),
+    ("generate --file absent.txt --model tiny.gguf", "absent.txt: No such file or directory"),
+    ("generate --file folder --model tiny.gguf", "folder: Is a directory"),
+    ("generate --file long.txt --model tiny.gguf", "128"),
+    ("generate abc --chat --model base.gguf", "base has no chat template"),
+    ("generate abc --system x --model tiny.gguf", "--system needs --chat"),
+    ("generate abc --stop xyz --model tiny.gguf", "--stop 'xyz' is 3 tokens"),
+    ("generate abc --stop 9999 --model tiny.gguf", "token id 9999"),
+    # generate: numbers
+    ("generate abc --max-new-tokens 0 --model tiny.gguf", "max_new_tokens is 0"),
+    ("generate abc --max-new-tokens -5 --model tiny.gguf", "max_new_tokens is -5"),
+    ("generate abc --max-new-tokens 500 --model tiny.gguf", "128"),
+    ("generate abc --temperature -0.1 --model tiny.gguf", "temperature is -0.1"),
+    ("generate abc --temperature nan --model tiny.gguf", "temperature is nan"),
+    ("generate abc --top-k 0 --model tiny.gguf", "top_k is 0"),
+    ("generate abc --top-p 1.5 --model tiny.gguf", "top_p is 1.5"),
+    ("generate abc --min-p 0 --model tiny.gguf", "min_p is 0"),
+    ("generate abc --prefill-chunk 0 --model tiny.gguf", "prefill_chunk"),
+    # the cache
+    ("generate abc --page-size 0 --model tiny.gguf", "page_size is 0"),
+    ("generate abc --page-size 12 --model tiny.gguf", "page_size is 12"),
+    ("score abc --page-size -8 --model tiny.gguf", "page_size is -8"),
+    ("score abc --num-pages 0 --model tiny.gguf", "num_pages is 0"),
+    ("generate --file long.txt -n 1 --num-pages 1 --model tiny.gguf", "128"),
+    ("generate abcdefghijklmnopqrst -n 20 --num-pages 1 --model tiny.gguf", "pages"),
+    ("score abc --cache-dtype int3 --model tiny.gguf", "dtype is 'int3'"),
+    ("score abc --attention cuda --model tiny.gguf", "attention is 'cuda'"),
+    ("score abc --attention tpu --model tiny.gguf", "head_dim is 16"),
+    # the model
+    ("generate abc --model tiny.gguf --dtype int4", "dtype is 'int4'"),
+    ("generate abc --model smolm2-135m", "did you mean 'smollm2-135m'"),
+    ("generate abc --model smollm2-135m", "`kvjax pull smollm2-135m` fetches it"),
+    ("generate abc --model absent.gguf", "there is no file or folder"),
+    ("generate abc --model folder", "holds no checkpoint"),
+    ("generate abc --model cut.gguf", "cut.gguf: truncated"),
+    ("generate abc --model head.gguf", "head.gguf: truncated"),
+    ("generate abc --model empty.gguf", "empty.gguf: not a GGUF file"),
+    ("generate abc --model text.gguf", "text.gguf: not a GGUF file"),
+    ("generate abc --model foreign.gguf", "general.architecture is 'mamba'"),
+    ("generate abc --model nan.gguf", "layers.1.mlp.up.weight holds NaN"),
+    # score
+    ("score a --model tiny.gguf", "at least 2"),
+    ("score abc --tokens one.json --model tiny.gguf", "--tokens stands in a text's place"),
+    ("score --tokens high.json --model tiny.gguf", f"token id {VOCABULARY} at index 1"),
+    ("score --tokens negative.json --model tiny.gguf", "token id -1 at index 1"),
+    ("score --tokens one.json --model tiny.gguf", "at least 2"),
+    ("score --tokens none.json --model tiny.gguf", "empty"),
+    ("score --tokens float.json --model tiny.gguf", "a JSON list of token ids"),
+    ("score --tokens bool.json --model tiny.gguf", "a JSON list of token ids"),
+    ("score --tokens object.json --model tiny.gguf", "a JSON list of token ids"),
+    ("score --tokens not.json --model tiny.gguf", "not.json is not JSON"),
+    # the others
+    ("pull nobody", "no model is called 'nobody'"),
+    ("pull hf:nobody", "write hf:ORG/NAME"),
+    ("info --page-size 7", "page_size is 7"),
+    ("info --cache-dtype int3", "dtype is 'int3'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
+def test_is_one_clear_line_and_exit_code_2(files, monkeypatch, line, message):
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
+    arguments = [word.strip("'") for word in line.split(" ")]
+    result = typer.testing.CliRunner().invoke(
+        app, [*arguments, "--cache-dir", "cache"], env={"COLUMNS": "80"}
+    )
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("error: ")
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["score", "abc", "--page-size", "x"], ["score", "--nonsense"], ["nonsense"]]
+)
+def test_what_the_parser_refuses_is_exit_code_2_too(arguments):
+    result = typer.testing.CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_traceback_shows_where_an_error_came_from(files):
+    arguments = ["--traceback", "score", "a", "--model", str(files / "absent.gguf")]
+    result = typer.testing.CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ValueError)
+
+
+def test_faults_of_kvjax_keep_their_traceback(files, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
+    monkeypatch.setattr("kvjax.decode.score", fail)
+    result = typer.testing.CliRunner().invoke(
+        app, ["score", "abc", "--model", str(files / "tiny.gguf"), "--cache-dir", str(files)]
+    )
+    assert isinstance(result.exception, RuntimeError)
