@@ -14,6 +14,10 @@ Message = Mapping[str, Any]
 """A turn: at least "role" (system, user, assistant, tool) and "content"."""
 
 
+_FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a template's own expressions raise when they meet values they were not written for."""
+
+
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -61,5 +65,5 @@ def render(template: str, messages: Sequence[Message], **variables: Any) -> str:
             )
     try:
         return _compiled(template).render(messages=list(messages), **variables)
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, *_FAILURES) as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error

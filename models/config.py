@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -126,7 +126,7 @@ class ModelConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any]) -> "ModelConfig":
         """The inverse of `to_dict`.
 
         Raises:

@@ -85,8 +85,8 @@ def heads_to_unpermute(config: ModelConfig, name: str) -> int | None:
     if config.architecture not in _PERMUTED:
         return None
     match = re.fullmatch(r"layers\.(\d+)\.attention\.([qk])\.(weight|bias)", name)
-    if match is None:
-        return None
+    if match is None or int(match[1]) >= len(config.layers):
+        return None  # a layer the configuration lacks is refused when the model is built
     layer = config.layers[int(match[1])]
     return layer.num_heads if match[2] == "q" else layer.num_kv_heads
 
@@ -151,6 +151,11 @@ def model_config(file: GGUFFile) -> ModelConfig:
 
 def _model_config(file: GGUFFile, architecture: str, get: _Metadata) -> ModelConfig:
     depth, size = get.count("block_count"), get.count("embedding_length")
+    if depth > len(file.tensors):  # before a damaged count makes as many layers
+        raise ValueError(
+            f"metadata {architecture}.block_count is {depth}, "
+            f"the file has {len(file.tensors)} tensors"
+        )
     heads = get.counts("attention.head_count", depth)
     kv_heads = (
         get.counts("attention.head_count_kv", depth)

@@ -18,7 +18,9 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "gemma3_text": _GEMMA_DEFAULTS,
 }
 """What the library that writes these files takes for granted where a field is absent."""
@@ -134,7 +136,7 @@ def _windows(kind: str, get: _Fields) -> list[int | None]:
     types = get.get("layer_types")
     if types is None:
         if kind == "gemma3_text":
-            every = get.count("sliding_window_pattern", 6)
+            every = get.count("sliding_window_pattern", get.get("_sliding_window_pattern", 6))
             local = [(index + 1) % every != 0 for index in range(depth)]
         else:  # Qwen: the lower layers see everything
             first = get.count("max_window_layers", depth) if kind != "mistral" else 0

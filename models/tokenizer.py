@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import tokenizers
 
@@ -135,14 +135,14 @@ class Tokenizer:
         }
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any]) -> "Tokenizer":
         """The inverse of `to_dict`.
 
         Raises:
             ValueError: a field is missing or unknown.
         """
         try:
-            backend = tokenizers.Tokenizer.from_str(fields["backend"])
+            backend = read_backend(fields["backend"], "stored backend")
             return cls(**{**fields, "backend": backend, "eos_ids": frozenset(fields["eos_ids"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a stored Tokenizer: {error}") from error
@@ -195,6 +195,24 @@ class Tokenizer:
     def _special(self) -> frozenset[int]:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
+
+
+def read_backend(text: str, source: str) -> tokenizers.Tokenizer:
+    """Parses a `tokenizer.json`.
+
+    Args:
+        text: the file's content.
+        source: its path, for error messages.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        if type(error) is not Exception:  # what the library raises for a bad file is just that
+            raise
+        raise ValueError(f"{source}: not a tokenizer: {error}") from error
 
 
 class StreamDecoder:

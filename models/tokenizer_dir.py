@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import Tokenizer, read_backend
 
 
 def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer | None:
@@ -22,10 +22,7 @@ def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path}: not a tokenizer: {error}") from error
+    backend = read_backend(path.read_text(encoding="utf-8", errors="replace"), str(path))
     settings = _optional(folder / "tokenizer_config.json")
     bos_id = _named(backend, settings.get("bos_token"), folder)
     eos_id = _named(backend, settings.get("eos_token"), folder)

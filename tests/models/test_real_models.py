@@ -1,0 +1,139 @@
+"""Real models against another implementation's float32 log-probabilities and llama.cpp's tokens."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.models import GGUFFile, build, causal_attend, gguf_tokenizer, read_gguf
+
+NAMES = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
+ROWS = 256  # logits at a time: a vocabulary of 262,144 makes 1 MB a row
+ISHMAEL = "Call me Ishmael. Some years ago"
+
+
+def tag(name):
+    return name.replace("-", "_")
+
+
+class Real:
+    """A model, its jitted halves, and what is known of it."""
+
+    def __init__(self, path, folder, name):
+        checkpoint = read_gguf(path)
+        config = checkpoint.config
+        graphdef, params = build(checkpoint)
+
+        @jax.jit
+        def hidden(params, tokens):
+            positions = jnp.arange(tokens.size, dtype=jnp.int32)
+            attend = causal_attend(config, jnp.zeros_like(tokens), positions)
+            return nnx.merge(graphdef, params)(tokens, positions, attend, None)[0]
+
+        @jax.jit
+        def score(params, hidden, following):
+            logits = nnx.merge(graphdef, params).logits(hidden)
+            logprobs = jax.nn.log_softmax(logits)
+            chosen = jnp.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
+            best, at = jax.lax.top_k(logits, 2)
+            return chosen, at[:, 0], best[:, 0] - best[:, 1]
+
+        self.params, self.hidden, self.score = params, hidden, score
+        with np.load(folder / f"{tag(name)}.hf_fp32.npz") as stored:
+            self.expected = {key: stored[key] for key in stored.files}
+
+    def run(self, prompt):
+        """(log p of each next token, argmax, margin to the second) along a prompt."""
+        ids = self.expected[f"{prompt}/ids"].astype(np.int32)
+        hidden = self.hidden(self.params, ids)
+        following = np.append(ids[1:], np.int32(0))
+        parts = [
+            self.score(self.params, hidden[start : start + ROWS], following[start : start + ROWS])
+            for start in range(0, len(ids), ROWS)
+        ]
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def real(request, gguf_file, shared):
+    return Real(gguf_file(request.param), shared / "reference", request.param)
+
+
+def compare(real, prompt):
+    logprobs, best, margin = real.run(prompt)
+    error = np.abs(logprobs[:-1] - real.expected[f"{prompt}/prompt_logprob"])
+    assert error.mean() < 1e-3
+    assert error.max() < 2e-2
+    clear = margin > 0.1
+    assert clear.any()
+    np.testing.assert_array_equal(best[clear], real.expected[f"{prompt}/prompt_argmax"][clear])
+    assert best[-1] == real.expected[f"{prompt}/greedy"][0] or not clear[-1]
+
+
+@pytest.mark.parametrize("prompt", ["short", "code", "chat", "text1k"])
+def test_log_probabilities(real, prompt):
+    compare(real, prompt)
+
+
+@pytest.mark.slow
+def test_log_probabilities_at_4k(real):
+    compare(real, "needle4k")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def tokenizer(request, gguf_file, shared):
+    """(tokenizer, prompts' texts, llama.cpp's ids of them)."""
+    stem = str(shared / "reference" / tag(request.param))
+    texts, ids = (
+        json.loads(open(f"{stem}.{kind}.json", encoding="utf-8").read())  # noqa: SIM115
+        for kind in ("prompts", "tokens")
+    )
+    return gguf_tokenizer(GGUFFile(gguf_file(request.param))), texts, ids
+
+
+@pytest.mark.parametrize(("prompt", "key"), [("short",) * 2, ("code",) * 2, ("chat", "chat_text")])
+def test_tokens_of_prompts(tokenizer, prompt, key):
+    ours, texts, ids = tokenizer
+    assert ours.encode(texts[key]) == ids[prompt]
+
+
+@pytest.mark.parametrize("prompt", ["text1k", "needle4k"])
+def test_tokens_of_a_book(tokenizer, prompt):
+    """The needle was put between tokens: encoding starts anew on both sides of it."""
+    ours, texts, ids = tokenizer
+    expected = ids[prompt]
+    text = ours.decode(expected, skip_special=True)
+    assert text.startswith(ISHMAEL)
+    needle = texts["needle"]
+    before, found, after = text.partition(needle)
+    got = ours.encode(before)
+    if prompt == "needle4k":
+        assert found
+        got += ours.encode(needle, add_bos=False) + ours.encode(after, add_bos=False)
+    assert got == expected
+
+
+def test_chat_templates(tokenizer):
+    ours, texts, _ = tokenizer
+    system, user = "You are a helpful assistant.", "List three facts about whales, one per line."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    if ours.chat_template is None:  # Gemma's is a base model
+        with pytest.raises(ValueError, match="base model"):
+            ours.apply_chat_template(messages)
+    else:
+        assert ours.apply_chat_template(messages) == texts["chat_text"]
+
+
+def test_ends_of_turns(tokenizer):
+    ours, _, _ = tokenizer
+    ends = {ours.decode([token]) for token in ours.eos_ids}
+    assert ends in ({"<|im_end|>", "<|endoftext|>"}, {"<eos>", "<end_of_turn>"})
+
+
+def test_any_text_comes_back(tokenizer):
+    ours, _, _ = tokenizer
+    text = "def f(x):\n\treturn x  # 12345 €é漢字👩‍👩‍👧\r\n\n\n  <b>'s DON'T \u00a0 \u200b end"
+    assert ours.decode(ours.encode(text, add_bos=False)) == text
