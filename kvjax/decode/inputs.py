@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.cache import PagedKVCache, init
 from kvjax.decode.shapes import Shapes
@@ -13,7 +14,7 @@ from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.models import check_tokens
 
-PromptLike = str | Sequence[int]
+PromptLike = str | Sequence[int] | Int[np.ndarray, " n"] | Int[jax.Array, " n"]
 """A text, or token ids."""
 
 
@@ -82,7 +83,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
 
 
-def _checked(model: Model, ids: Sequence[int], what: str) -> list[int]:
+def _checked(model: Model, ids: Sequence[int] | np.ndarray | jax.Array, what: str) -> list[int]:
     try:
         array = np.asarray(ids)
         check_tokens(array, model.config.vocab_size)
@@ -136,9 +137,9 @@ def positive(name: str, value: int) -> int:
     Raises:
       KvjaxError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
-    return int(value)
+    return value
 
 
 def prng_key(key: jax.Array | int | None) -> jax.Array:

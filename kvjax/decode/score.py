@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ class _Result(NamedTuple):
 
 def score(
     model: Model,
-    text: str | Sequence[int],
+    text: inputs.PromptLike,
     *,
     cache: CacheConfig | None = None,
     prefill_chunk: int = 512,
