@@ -1,5 +1,6 @@
 """What users install: one top-level package that holds everything, from a wheel or editable."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -100,7 +101,7 @@ def import_all(site):
         cwd=site,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return pathlib.Path(result.stdout.strip())
