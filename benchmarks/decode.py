@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", default=None, help=f"tokens; by default {CONTEXTS}")
     parser.add_argument("--batches", default=None, help=f"by default {BATCHES}")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=None, help="seconds an engine may measure")
+    parser.add_argument("--budget", type=float, default=None, help="seconds a peer may measure")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="ENGINE", help=f"of {', '.join(NAMES)}"
     )

@@ -124,7 +124,7 @@ def count_rows(ours: Outcome, points: list[Any], page_size: int) -> list[Row]:
         if point is None:
             continue
         claim = f"{context} tokens, batch {batch}, {label}"
-        held = batch * -(-(context + point["steps"] + 4) // page_size)
+        held = batch * -(-(context + point["steps_taken"]) // page_size)
         rows.append(
             Row(
                 claim=f"cache, {claim}",

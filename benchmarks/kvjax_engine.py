@@ -31,10 +31,10 @@ from kvjax.load import load
 from kvjax.programs import keep_programs
 from kvjax.spec import KVSpec
 
-UNTIMED_STEPS = 4
+UNTIMED_STEPS = 2
 """Steps of the shorter of two loops; the longer one's further steps are what is timed."""
 
-PAIRS = 3
+PAIRS = 2
 """Pairs of loops whose difference is taken, for each point."""
 
 ALTERNATIVES = 16
@@ -200,23 +200,30 @@ class Kvjax:
         self.state.reservation.check(self.state.cache)
         return [int(token) for token in out[0, :count]]
 
-    def step_seconds(self, length: int, count: int) -> list[float]:
-        """Seconds a step: what a longer loop takes beyond a shorter one, over its further steps."""
-        answers = []
-        for _ in range(PAIRS + 1):
+    def step_seconds(
+        self, length: int, count: int, pairs: int = PAIRS
+    ) -> tuple[list[float], list[int]]:
+        """Seconds a step: what a longer loop takes beyond a shorter one, over its further steps.
+
+        Returns:
+          A number a pair, and the first row's tokens.
+        """
+        self.rewind(length)
+        self.loop(UNTIMED_STEPS)  # touches the memory for the first time
+        answers: list[float] = []
+        tokens: list[int] = []
+        for _ in range(pairs):
             self.rewind(length)
             self.loop(UNTIMED_STEPS)
             short = self.seconds
             self.rewind(length)
-            self.loop(UNTIMED_STEPS + count)
+            tokens = self.loop(UNTIMED_STEPS + count)
             answers.append((self.seconds - short) / count)
-        return answers[1:]  # the first pair touches memory for the first time
+        return answers, tokens
 
     def time_steps(self, count: int) -> tuple[list[float], list[int]]:
         """Seconds a step at the prompt's length, and the first row's tokens."""
-        seconds = self.step_seconds(self.length, count)
-        self.rewind(self.length)
-        return seconds, self.loop(1 + count)
+        return self.step_seconds(self.length, count)
 
     def step(self) -> list[int]:
         """Decode one token for each sequence (the warm-up only)."""
@@ -228,6 +235,7 @@ class Kvjax:
         cache = self.state.cache
         answer: dict[str, Any] = {
             "kv_bytes_read": batch * read_bytes(self.model.spec, context),
+            "steps_taken": UNTIMED_STEPS + self.steps,
             "pages_used": int(jnp.sum(cache.page_refs > 0)),
             "pages_total": cache.num_pages,
             "pool_bytes": sum(pool_bytes(cache).values()),
@@ -238,13 +246,13 @@ class Kvjax:
         if self.quick:
             return answer
         if context == self.contexts[-1] and batch == 1:
-            lengths = [length for length in SWEEP if length < context] + [context]
+            lengths = [length for length in SWEEP if length < context] or [context // 2]
             answer["sweep"] = [
                 {
                     "kv_bytes": batch * read_bytes(self.model.spec, length),
-                    "step_ms": 1e3 * min(self.step_seconds(length, self.steps)),
+                    "step_ms": 1e3 * min(self.step_seconds(length, self.steps)[0]),
                 }
-                for length in lengths
+                for length in [*lengths, context]
             ]
         if context == self.contexts[0] and batch == 1:
             answer["generate_step_ms"] = self.generate_step_ms(context)
@@ -256,7 +264,7 @@ class Kvjax:
         answer = []
         hidden = self.start_hidden
         self.rewind(self.length)
-        for index in range(self.steps + 2):
+        for index in range(self.steps + UNTIMED_STEPS + 1):
             if index:
                 self.state = dataclasses.replace(
                     self.state, finished=jnp.zeros_like(self.state.finished), step=jnp.int32(0)
@@ -272,7 +280,7 @@ class Kvjax:
         prompt = self.prompts[str(context)][0]
         lengths = (18, 32)  # of one bucket of shapes, so that both run the same program
         best: dict[int, float] = {}
-        for new_tokens in lengths * 3:
+        for new_tokens in lengths * 2:
             answer = generate(
                 self.model, prompt, max_new_tokens=new_tokens, stop_at_eos=False
             ).stats.run_seconds

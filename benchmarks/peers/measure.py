@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-SLOW_PREFILL_S = 15.0  # a prefill that takes longer is timed once, not `repeats` times
+SLOW_PREFILL_S = 10.0  # a prefill that takes longer is timed once, not `repeats` times
 
 
 @dataclasses.dataclass(frozen=True)

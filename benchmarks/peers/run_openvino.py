@@ -21,7 +21,7 @@ class OpenVINO:
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             request.gguf, scheduler, "CPU", {"INFERENCE_NUM_THREADS": request.threads}
         )
-        self.weights = "the file's quantized weights, converted (int8 and int4 matrices)"
+        self.weights = "the file's quantized weights, converted to its own int4 and int8"
         self.kv = "u8 (its default)"
         self.versions = {"openvino-genai": openvino_genai.__version__}
         self.steps = request.steps
