@@ -121,6 +121,7 @@ def _locate(
 
 
 def _read_gguf(path: pathlib.Path, weights: pathlib.Path, report: Progress) -> Checkpoint:
+    report("check", 0.0)
     file = GGUFFile(path)
     config = gguf_config(file)
     tokenizer = gguf_tokenizer(file)

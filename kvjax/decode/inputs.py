@@ -60,7 +60,7 @@ def prompt_list(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> lis
         raise KvjaxError("prompts is empty: give a text, token ids, or a list of either")
     if not any(_is_list(item) for item in prompts):
         return [token_ids(model, prompts)]  # type: ignore[arg-type]
-    return [token_ids(model, p, f"prompt {i}") for i, p in enumerate(prompts)]  # type: ignore[arg-type]
+    return [token_ids(model, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
 def stop_ids(model: Model, stop_tokens: Sequence[int], stop_at_eos: bool) -> list[int]:
