@@ -1,6 +1,7 @@
 """Keeps compiled programs between processes, in JAX's persistent compilation cache."""
 
 import pathlib
+from typing import Any
 
 import jax
 
@@ -20,7 +21,8 @@ def keep_programs(cache_dir: str | pathlib.Path | None = None) -> pathlib.Path:
     Returns:
       The folder in which programs are kept.
     """
-    chosen = jax.config.jax_compilation_cache_dir
+    settings: Any = jax.config  # its attributes are made at run time
+    chosen = settings.jax_compilation_cache_dir
     if chosen:
         return pathlib.Path(chosen)
     folder = cache_root(cache_dir) / "programs"

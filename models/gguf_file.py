@@ -181,7 +181,7 @@ class GGUFFile:
         return strings
 
     def tensor(self, name: str) -> Float32[np.ndarray, "..."]:
-        """One tensor's values, dequantized to float32, in an array of its own.
+        """One tensor's values, dequantized to float32; it may be a read-only view of the file.
 
         Raises:
             ValueError: its quantization type cannot be dequantized.
@@ -192,7 +192,7 @@ class GGUFFile:
         )
         kind, types = entry.kind, gguf.GGMLQuantizationType
         if kind == types.F32:
-            return raw.view(np.float32).reshape(entry.shape).copy()
+            return raw.view(np.float32).reshape(entry.shape)
         if kind == types.F16:
             return raw.view(np.float16).reshape(entry.shape).astype(np.float32)
         block, width = gguf.GGML_QUANT_SIZES[kind]

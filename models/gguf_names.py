@@ -77,7 +77,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """
     half = rows.shape[0] // heads // 2
     pairs = rows.reshape(heads, half, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def heads_to_unpermute(config: ModelConfig, name: str) -> int | None:

@@ -37,14 +37,27 @@ def gguf_weights(file: GGUFFile, config: ModelConfig) -> dict[str, np.ndarray]:
         values = file.tensor(names[name])
         heads = heads_to_unpermute(config, name)
         if heads is None:
-            return values
+            return _aligned(values)
         if values.shape[0] % (2 * heads):
             raise ValueError(
                 f"{file.path}: tensor {names[name]} has {values.shape[0]} rows, "
                 f"not a multiple of 2 for each of {heads} heads"
             )
-        return unpermute(values, heads)
+        return _aligned(unpermute(values, heads))
 
-    # numpy lets go of the interpreter while it dequantizes, so threads share the cores.
+    # NumPy lets go of the interpreter while it dequantizes, so threads share the cores.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(names, pool.map(weight, names), strict=True))
+
+
+def _aligned(values: np.ndarray) -> np.ndarray:
+    """A copy that starts at a 64-byte boundary.
+
+    XLA's CPU backend takes such an array as it is; any other it would copy, and for a while the
+    weights would be in memory twice.
+    """
+    buffer = np.empty(values.nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    copy = buffer[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy

@@ -1,6 +1,6 @@
 """Which implementation runs where, and in words why another does not."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ def target_platform() -> str:
     device = get_abstract_mesh().abstract_device
     if device is not None:
         return str(device.platform)
-    default = jax.config.jax_default_device
+    settings: Any = jax.config  # its attributes are made at run time
+    default = settings.jax_default_device
     if default is None:
         return jax.default_backend()
     return default if isinstance(default, str) else str(default.platform)

@@ -159,5 +159,6 @@ def prng_key(key: jax.Array | int | None) -> jax.Array:
         if typed and key.shape == ():
             return key
         if key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
-            return jax.random.wrap_key_data(key)
+            wrapped: jax.Array = jax.random.wrap_key_data(key)
+            return wrapped
     raise KvjaxError(f"key is {key!r}: must be one key of jax.random.key, a seed, or None")

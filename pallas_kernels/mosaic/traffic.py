@@ -151,9 +151,9 @@ def _count(
     rows = -(-int(queries.sum()) // tiles.tokens) * tiles.rows
     seen = pairs = 0
     for length, count in zip(lengths.tolist(), queries.tolist(), strict=True):
-        if count:
-            seen += _visible(length - count, length - 1, heads)
-            pairs += sum(_visible(at, at, heads) for at in range(length - count, length) if at >= 0)
+        positions = np.arange(max(length - count, 0), length)
+        pairs += int(_visible(positions, positions, heads).sum())
+        seen += int(_visible(positions[:1], positions[-1:], heads).sum())
     return Traffic(
         kv_read=kv_read,
         kv_needed=seen * heads.slot_bytes,
@@ -164,9 +164,10 @@ def _count(
     )
 
 
-def _visible(first: int, last: int, heads: Heads) -> int:
+def _visible(first: np.ndarray, last: np.ndarray, heads: Heads) -> np.ndarray:
     """Count the slots that queries at positions `first` .. `last` may see, each once."""
     if heads.window is None:
         return last + 1
-    start = max(first - heads.window + 1, 0)
-    return min(heads.sink_tokens, start) + last + 1 - start
+    start = np.maximum(first - heads.window + 1, 0)
+    count: np.ndarray = np.minimum(heads.sink_tokens, start) + last + 1 - start
+    return count

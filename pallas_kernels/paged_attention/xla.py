@@ -33,7 +33,7 @@ class _Plan(NamedTuple):
     pages: Int32[Array, "items pages"]  # what to gather
     row: Int32[Array, " items"]  # whose it is
     column: Int32[Array, " items"]  # which block of its table
-    count: Int32[Array, ""]  # how many items are real
+    length: Int32[Array, ""]  # how many items are real
 
 
 class _Partials(NamedTuple):
@@ -109,9 +109,10 @@ def paged_attention_xla(
         v = jnp.where(visible[None, :, None], v, 0.0)
         block = _Partials(out=values_of(weights, v), top=top, total=total)
         at = row * columns + column
-        return jax.tree.map(
+        updated: _Partials = jax.tree.map(
             lambda x, new: lax.dynamic_update_index_in_dim(x, new, at, 0), partials, block
         )
+        return updated
 
     shape = (batch * columns, kv_heads, groups)
     per_block = pages if page_stats else 1
@@ -120,7 +121,7 @@ def paged_attention_xla(
         top=jnp.full((*shape, per_block), -jnp.inf, f32),
         total=jnp.zeros((*shape, per_block), f32),
     )
-    partials = lax.fori_loop(0, plan.count, visit, partials)
+    partials = lax.fori_loop(0, plan.length, visit, partials)
     return _merge(partials, q, width, columns, sink_logits, page_stats)
 
 
@@ -149,7 +150,7 @@ def _make_plan(
     column = jnp.where(index < sinks[row], index, index - sinks[row] + first[row])
     column = jnp.clip(column, 0, columns - 1)
     names = tables.reshape(batch * columns, pages)[row * columns + column]
-    return _Plan(pages=names, row=row, column=column, count=ends[-1])
+    return _Plan(pages=names, row=row, column=column, length=ends[-1])
 
 
 def _merge(

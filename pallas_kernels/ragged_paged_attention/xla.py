@@ -126,7 +126,8 @@ def ragged_paged_attention_xla(
                 s = jnp.where(visible[None], s, -jnp.inf)
                 return _update(running, s, v, column * pages, pages if page_stats else 0)
 
-            return lax.fori_loop(0, sinks + (last - first), visit, running)
+            running = lax.fori_loop(0, sinks + (last - first), visit, running)
+            return running
 
         shape = (kv_heads, rows)
         stats = (kv_heads, rows, columns)

@@ -94,14 +94,18 @@ def test_jax_compiles_nothing_behind_the_scenes():
     """The second call with the same shapes must not compile at all, not even a helper."""
     tiny = model()
     events = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+
+    def hear(name, *_, **__):
+        events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
     try:
-        for n in (6, 6):
+        for _ in range(2):
             events.clear()
-            generate(tiny, prompt(n), max_new_tokens=5)
-            list(stream(tiny, prompt(n), max_new_tokens=5))
+            generate(tiny, prompt(6), max_new_tokens=5)
+            list(stream(tiny, prompt(6), max_new_tokens=5))
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(hear)
     assert not [name for name in events if "backend_compile" in name]
 
 
