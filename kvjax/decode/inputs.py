@@ -37,7 +37,7 @@ def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[in
         ids = model.tokenizer.encode(prompt)
     else:
         ids = _checked(model, prompt, what)
-    if not ids or prompt == "":
+    if not ids or (isinstance(prompt, str) and not prompt):
         raise KvjaxError(f"{what} is empty: give at least one token")
     return ids
 
