@@ -9,16 +9,17 @@ from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, generate, score, stream
 from kvjax.decode.program import compilations
 from kvjax.decode.shapes import plan
-from kvjax.model import from_checkpoint
+from kvjax.model import from_checkpoint, kv_spec
 from kvjax.models import random_checkpoint
 from tests.kvjax.decode.tiny import CONFIGS, config, model, prompt
 
+LONG = config(max_context=1 << 20)
+SPEC = kv_spec(LONG, "float32")
+
 
 def planned(lengths, new_tokens=64, most=512, **cache):
-    of = config(max_context=1 << 20)
-    spec = model().spec
     return plan(
-        of, spec, lengths, new_tokens=new_tokens, prefill_chunk=most, cache=CacheConfig(**cache)
+        LONG, SPEC, lengths, new_tokens=new_tokens, prefill_chunk=most, cache=CacheConfig(**cache)
     )
 
 
@@ -66,7 +67,7 @@ def test_one_bucket_is_compiled_once():
     other = from_checkpoint(random_checkpoint(CONFIGS["llama"], seed=99), name="other")
 
     def all_greedy():
-        for n in (1, 5, 10):
+        for n in (1, 5, 8):
             found = generate(tiny, prompt(n), max_new_tokens=n, stop_tokens=[n])
             assert (found.stats.compilations, found.stats.compile_seconds) == (0, 0.0)
         generate(other, prompt(3), **new)
@@ -80,7 +81,7 @@ def test_one_bucket_is_compiled_once():
             list(stream(tiny, prompt(n), **new))
 
     def scored():
-        for n in (2, 11):
+        for n in (2, 9):
             score(tiny, prompt(n))
 
     assert compiles(all_greedy) == 0
@@ -113,11 +114,11 @@ def test_progress():
     """Phases come in order and each ends at 1."""
     tiny = model()
     calls = {
-        "generate": lambda report: generate(tiny, prompt(40), max_new_tokens=2, progress=report),
+        "generate": lambda report: generate(tiny, prompt(9), max_new_tokens=6, progress=report),
         "stream": lambda report: list(
             stream(tiny, prompt(40), max_new_tokens=2, prefill_chunk=16, progress=report)
         ),
-        "score": lambda report: score(tiny, prompt(40), progress=report),
+        "score": lambda report: score(tiny, prompt(9), progress=report),
     }
     for name, call in calls.items():
         heard = []
