@@ -22,7 +22,6 @@ PLAIN = {
 }
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-and_the_tpu_kernel = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "tpu"])
 
 
 def decode_batch(tokens, lengths, page_size, seed=0):
@@ -48,7 +47,7 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-@and_the_tpu_kernel
+@every_implementation
 def test_page_size_changes_nothing(implementation):
     """A page id used where a token slot was meant shows as soon as pages differ from 16 tokens:
     the same tokens give the same attention for every page size."""
@@ -167,7 +166,7 @@ def test_lengths_that_point_outside_are_found(kv_lengths, cu_q_lengths, message)
         check_ragged(np.asarray(kv_lengths, np.int32), np.asarray(cu_q_lengths, np.int32), 8)
 
 
-@and_the_tpu_kernel
+@every_implementation
 def test_padded_and_true_lengths_are_not_mixed_up(implementation):
     """Starts summed over padded lengths met starts summed over true ones in a mixed batch: prefills
     and decodes of 1, 17, 16, 0 and 33 tokens, with padding behind them, equal each one alone."""
@@ -250,8 +249,10 @@ def test_pages_are_found_through_the_table_in_prefill_too(implementation):
         np.testing.assert_array_equal(results[0].out, other.out)
 
 
-@and_the_tpu_kernel
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("implementation", "window"),
+    [("reference", None), ("reference", 9), ("xla", None), ("xla", 9), ("tpu", 9)],
+)
 def test_chunk_size_changes_nothing(implementation, window):
     """Scores computed in chunks lost the chunk's offset, so later chunks saw too few keys: a prompt
     in chunks of 1, 7, 16 or all of it gives the same outputs, also under a window."""
