@@ -236,11 +236,11 @@ def _blocks(read: Callable[[int], bytes]) -> Iterator[bytes]:
 def _pull_from_hub(name: str, target: pathlib.Path) -> None:
     try:
         import huggingface_hub
+        from huggingface_hub import errors
     except ImportError as error:
         raise PullError(
             f"{name} needs huggingface_hub: install it with `pip install 'kvjax[hf]'`"
         ) from error
-    errors = huggingface_hub.errors
     # The base class, the HTTP library's own error, stands for a lost connection too.
     http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     organisation, repository, revision = split_hub_name(name)

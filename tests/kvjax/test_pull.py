@@ -335,6 +335,22 @@ class TestHub:
 
         return install
 
+    def test_an_unreachable_hub_is_said_by_the_real_client(self, tmp_path):
+        pytest.importorskip("huggingface_hub", reason="needs the extra hf")
+        script = f"from kvjax.pull import pull; pull('hf:org/name', {str(tmp_path / 'cache')!r})"
+        nobody_listens = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=REPOSITORY,
+            env={**os.environ, **nobody_listens},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        said = done.stderr.splitlines()[-1]
+        assert said.startswith("kvjax.pull.PullError: the Hugging Face hub could not be reached")
+        assert everything_in(tmp_path) == []
+
     def test_publishes_what_the_client_downloads(self, tmp_path, hub):
         def download(repository, *, revision, local_dir, allow_patterns):
             assert (repository, revision) == ("org/name", "v2")

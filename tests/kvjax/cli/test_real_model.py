@@ -74,8 +74,7 @@ def test_generate_reads_a_pipe_and_writes_plain_text_to_a_pipe(run):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a child process")
-def test_control_c_ends_cleanly_with_130(run, cache):
-    run("generate", "Whales are", "-n", 2)  # so that weights and programs are kept
+def test_control_c_ends_cleanly_with_130(cache):
     arguments = ("generate", "Whales are", "-n", 4000, "--cache-dir", cache, "--dtype", "float32")
     with subprocess.Popen(
         command(*arguments),
@@ -87,7 +86,7 @@ def test_control_c_ends_cleanly_with_130(run, cache):
     ) as process:
         assert process.stdout.read(1)  # it is generating
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "error: stopped"
     assert "Traceback" not in errors
