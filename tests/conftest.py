@@ -1,12 +1,18 @@
 """Shared fixtures: strict types and numerics, and data that lives outside the repository."""
 
 import pathlib
+import signal
 import typing
 
 import beartype
 import jax
 import jaxtyping
 import pytest
+
+# Tests interrupt child processes. A shell that runs the tests in the background makes SIGINT ignored,
+# and a child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 

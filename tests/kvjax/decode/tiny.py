@@ -56,7 +56,7 @@ def model(name="llama", dtype="float32") -> Model:
     checkpoint = random_checkpoint(CONFIGS[name], seed=7)
     for weight, value in checkpoint.weights.items():
         if "norm" not in weight:
-            value *= 3
+            value *= 2
     return from_checkpoint(checkpoint, name=name, dtype=dtype)
 
 
