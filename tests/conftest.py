@@ -9,7 +9,7 @@ import jax
 import jaxtyping
 import pytest
 
-# Tests interrupt child processes. A shell that runs the tests in the background makes SIGINT ignored,
+# Tests interrupt child processes. A shell that runs the tests in the background has SIGINT ignored,
 # and a child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

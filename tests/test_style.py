@@ -29,7 +29,9 @@ def test_mypy_has_nothing_to_say_and_sees_each_file_once(tmp_path):
     """It sees each pillar through kvjax's symlink, and never a second time by its own name."""
     result = run("mypy", "--verbose", f"--cache-dir={tmp_path}")
     assert result.returncode == 0, result.stdout
-    seen = re.findall(r"Found source: +BuildSource\(path='(.+?)', module='(.+?)'", result.stderr)
+    seen = re.findall(
+        r"Found source: +BuildSource\(path='(.+?\.py)', module='(.+?)'", result.stderr
+    )
     assert all(module.split(".")[0] == "kvjax" for _, module in seen)
     files = [os.path.realpath(path) for path, _ in seen]
     assert sorted(files) == sorted(

