@@ -1,10 +1,14 @@
 """From what a caller passes to what a program takes, with every check before tracing."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Sharding
 from jaxtyping import Int
 
 from kvjax.cache import PagedKVCache, init
@@ -13,6 +17,7 @@ from kvjax.decode.step import Prompts
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.models import check_tokens
+from kvjax.pallas_kernels.mosaic.layout import pool_format
 
 PromptLike = str | Sequence[int] | Int[np.ndarray, " n"] | Int[jax.Array, " n"]
 """A text, or token ids."""
@@ -129,6 +134,30 @@ def empty_cache(shapes: Shapes) -> PagedKVCache:
         max_pages=shapes.max_pages,
         page_size=shapes.page_size,
     )
+
+
+def cache_formats(shapes: Shapes, sharding: Sharding) -> Any:
+    """How the cache lies in memory between programs: pools as the kernels read them in place.
+
+    Args:
+      shapes: the programs'.
+      sharding: where the cache lives.
+    """
+    return jax.tree.map(
+        lambda x: pool_format(sharding) if x.ndim == 4 else Format(None, sharding),
+        jax.eval_shape(lambda: empty_cache(shapes)),
+    )
+
+
+def placed_cache(shapes: Shapes, sharding: Sharding) -> PagedKVCache:
+    """An empty cache that outlives one program, as `cache_formats` says."""
+    return _maker(shapes, sharding)()
+
+
+@functools.lru_cache(maxsize=64)
+def _maker(shapes: Shapes, sharding: Sharding) -> Callable[[], PagedKVCache]:
+    formats = cache_formats(shapes, sharding)
+    return jax.jit(lambda: empty_cache(shapes), out_shardings=formats)
 
 
 def positive(name: str, value: int) -> int:

@@ -6,21 +6,29 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Compiled = Callable[..., Any]
 
 
 def compiled(
-    function: Callable[..., Any], static: Hashable, *args: Any, donate: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    static: Hashable,
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    result_as: int | None = None,
 ) -> tuple[Compiled, float]:
     """The program of `function(static, *args)`, compiled now unless it was before.
 
     Args:
       function: a module-level function; its first argument is static.
       static: what it is specialised on.
-      args: pytrees of arrays, for their shapes, dtypes and placement.
+      args: pytrees of arrays, for their shapes, dtypes, placement and layouts in memory.
       donate: indices into `args` whose buffers the program may reuse.
+      result_as: index into `args` of the pytree whose placement and layouts the result has. A
+        program that hands on what it was given says so, or XLA may lay the result out anew, which
+        copies it.
 
     Returns:
       What to call with `args`, and the seconds compilation took in this call (0 if it is kept).
@@ -28,7 +36,8 @@ def compiled(
     leaves, tree = jax.tree.flatten(args)
     before = compilations()
     began = time.perf_counter()
-    program = _compile(function, static, tree, tuple(_abstract(leaf) for leaf in leaves), donate)
+    abstract = tuple(_abstract(leaf) for leaf in leaves)
+    program = _compile(function, static, tree, abstract, donate, result_as)
     took = time.perf_counter() - began
     return program, took if compilations() > before else 0.0
 
@@ -39,8 +48,12 @@ def compilations() -> int:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
     if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # which has no layout to ask for
+        placement = leaf.sharding if is_key else leaf.format  # type: ignore[attr-defined]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement)
     array = np.asarray(leaf)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
@@ -52,10 +65,12 @@ def _compile(
     tree: Any,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     donate: tuple[int, ...],
+    result_as: int | None,
 ) -> Compiled:
     def call(*args: Any) -> Any:
         return function(static, *args)
 
     call.__name__ = function.__name__.lstrip("_")  # the program's name in profiles
     args = jax.tree.unflatten(tree, leaves)
-    return jax.jit(call, donate_argnums=donate).lower(*args).compile()
+    formats = None if result_as is None else jax.tree.map(lambda x: x.format, args[result_as])
+    return jax.jit(call, donate_argnums=donate, out_shardings=formats).lower(*args).compile()

@@ -91,15 +91,21 @@ def _events(
     before = compilations()
     static = (model.graphdef, shapes)
     prompts = inputs.flat_prompts([ids], shapes)
-    state = start(inputs.empty_cache(shapes), model.config.hidden_size, rules.limits)
+    sharding = jax.tree.leaves(model.params)[0].sharding
+    cache = inputs.placed_cache(shapes, sharding)
+    state = start(cache, model.config.hidden_size, rules.limits)
     progress("compile", 0.0)
     index = jnp.int32(0)
     first, first_seconds = compiled(
-        _prefill_chunk, static, model.params, state, prompts, index, donate=(1,)
+        _prefill_chunk, static, model.params, state, prompts, index, donate=(1,), result_as=1
     )
     progress("compile", 0.5)
-    opening, opening_seconds = compiled(_draw, static, model.params, state, rules, donate=(1,))
-    step, step_seconds = compiled(_step, static, model.params, state, rules, donate=(1,))
+    opening, opening_seconds = compiled(
+        _draw, static, model.params, state, rules, donate=(1,), result_as=1
+    )
+    step, step_seconds = compiled(
+        _step, static, model.params, state, rules, donate=(1,), result_as=1
+    )
     progress("compile", 1.0)
 
     began = time.perf_counter()

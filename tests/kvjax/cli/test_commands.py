@@ -41,6 +41,8 @@ def run(tiny, folder, monkeypatch):
             arguments = (*arguments, "--cache-dir", folder / "cache")
             if "--model" not in arguments:
                 arguments = (*arguments, "--model", tiny)
+            if "--dtype" not in arguments:  # "auto" depends on the processor
+                arguments = (*arguments, "--dtype", "float32")
         # Rich cuts its tables to the terminal's width; a test wants them whole.
         return typer.testing.CliRunner().invoke(
             app, [command, *map(str, arguments)], input=text, env={"COLUMNS": "200"}

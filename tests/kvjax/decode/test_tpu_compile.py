@@ -1,8 +1,10 @@
-"""The whole of `generate` compiled for a TPU, on a machine that has none."""
+"""`generate` and `stream` compiled whole for a TPU, on a machine that has none."""
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
@@ -10,52 +12,106 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, inputs
 from kvjax.decode.generate import _generate
+from kvjax.decode.program import compiled
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan
-from kvjax.decode.step import Rules
+from kvjax.decode.step import Rules, start
+from kvjax.decode.stream import _draw, _prefill_chunk, _step
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, ModelConfig, random_checkpoint
 
-CONFIG = ModelConfig("llama", 512, 256, 512, (LayerConfig(4, 2, 128),), max_context=4096)
 PAGES = 512
+ABSTRACT_MESH = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
 
 @pytest.fixture
-def device(monkeypatch):
+def there(monkeypatch):
+    """A TPU, as a sharding."""
     pytest.importorskip("libtpu", reason="no libtpu: `pip install libtpu` compiles without a TPU")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # test workers load it side by side
-    return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+    return SingleDeviceSharding(device)
+
+
+class Call:
+    """The static and dynamic arguments of a call with two prompts."""
+
+    def __init__(self, head_dim):
+        layer = LayerConfig(4, 2, head_dim)
+        config = ModelConfig("llama", 512, 256, 512, (layer, layer), max_context=4096)
+        model = from_checkpoint(random_checkpoint(config), name="random", dtype="bfloat16")
+        self.shapes = plan(
+            config,
+            model.spec,
+            [600, 3],
+            new_tokens=32,
+            prefill_chunk=256,
+            cache=CacheConfig(num_pages=PAGES),
+        )
+        self.static = (model.graphdef, self.shapes)
+        self.hidden_size = config.hidden_size
+        self.params = model.params
+        self.prompts = inputs.flat_prompts([[1] * 600, [2] * 3], self.shapes)
+        self.rules = Rules(
+            sampler=make_sampler(Sampling(temperature=0.8, top_p=0.9), config.vocab_size),
+            key=jax.random.key(0),
+            stop_tokens=inputs.padded_stops([2]),
+            limits=inputs.row_limits(2, 32, self.shapes.batch),
+        )
+        self.pool = f"bf16\\[{PAGES},2,16,{head_dim}\\]"
+
+    def copies_of_a_pool(self, program):
+        return re.findall(rf"{self.pool}\S* (?:copy|copy-start|transpose)\(", program)
+
+
+def on(place, tree):
+    """The tree's arrays as they would lie there."""
+    if not isinstance(place, SingleDeviceSharding):
+        formats = place
+    else:
+        formats = jax.tree.map(lambda _: place, tree)
+    return jax.tree.map(
+        lambda x, f: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f), tree, formats
+    )
 
 
 @pytest.mark.slow
-def test_prefill_and_loop_use_the_mosaic_kernels_and_copy_no_pool(device):
-    model = from_checkpoint(random_checkpoint(CONFIG), name="random", dtype="bfloat16")
-    shapes = plan(
-        CONFIG,
-        model.spec,
-        [600, 3],
-        new_tokens=32,
-        prefill_chunk=256,
-        cache=CacheConfig(num_pages=PAGES),
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_and_loop_use_the_mosaic_kernels_and_copy_no_pool(there, head_dim):
+    call = Call(head_dim)
+    arguments = on(there, (call.params, call.prompts, call.rules))
+    with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
+        program, _ = compiled(_generate, call.static, *arguments)
+    text = program.as_text()
+    assert text.count("tpu_custom_call") >= 2  # one in prefill, one in the decode loop
+    assert not call.copies_of_a_pool(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["prefill_chunk", "draw", "step"])
+def test_the_programs_of_a_stream_hand_pools_on_without_a_copy(there, head_dim, name):
+    call = Call(head_dim)
+    cache = jax.eval_shape(lambda: inputs.empty_cache(call.shapes))
+    state = jax.eval_shape(lambda cache: start(cache, call.hidden_size, call.rules.limits), cache)
+    state = dataclasses.replace(
+        on(there, state), cache=on(inputs.cache_formats(call.shapes, there), cache)
     )
-    arguments = (
-        model.params,
-        inputs.flat_prompts([[1] * 600, [2] * 3], shapes),
-        Rules(
-            sampler=make_sampler(Sampling(temperature=0.8, top_p=0.9), CONFIG.vocab_size),
-            key=jax.random.key(0),
-            stop_tokens=inputs.padded_stops([2]),
-            limits=inputs.row_limits(2, 32, shapes.batch),
-        ),
-    )
-    there = SingleDeviceSharding(device)
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arguments
-    )
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(lambda *args: _generate((model.graphdef, shapes), *args)).lower(*abstract)
-    program = lowered.compile().as_text()
-    assert program.count("tpu_custom_call") >= 2  # one in prefill, one in the decode loop
-    assert not re.findall(rf"bf16\[{PAGES},2,16,128\]\S* (?:copy|transpose)\(", program)
+    rest = (call.prompts, jnp.int32(0)) if name == "prefill_chunk" else (call.rules,)
+    function = {"prefill_chunk": _prefill_chunk, "draw": _draw, "step": _step}[name]
+    with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
+        program, _ = compiled(
+            function,
+            call.static,
+            on(there, call.params),
+            state,
+            *on(there, rest),
+            donate=(1,),
+            result_as=1,
+        )
+    text = program.as_text()
+    assert ("tpu_custom_call" in text) == (name != "draw")
+    assert not call.copies_of_a_pool(text)
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in (*cache.k_pages, *cache.v_pages))
+    assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
