@@ -199,7 +199,7 @@ def main() -> int:
     ours = [outcome for outcome in outcomes if outcome.engine.name == "kvjax"]
     peers = [outcome for outcome in outcomes if outcome.engine.name != "kvjax"]
     for outcome in ours:
-        rows += comparison_rows(outcome, peers, points)
+        rows += [row for row in comparison_rows(outcome, peers, points) if row.aim]
         rows += count_rows(outcome, points, CacheConfig().page_size)
     if ours and time.monotonic() < last_start:
         longest = points[-1][0] // 16 * 16
@@ -220,13 +220,13 @@ def finish(
     model: str,
 ) -> None:
     """Show the tables and write what was asked for."""
-    headings, lines = measurements(outcomes, points)
-    table = Table(title=f"Measured: {model}, {options.threads} threads", title_justify="left")
-    for heading in headings:
-        table.add_column(heading)
-    for line in lines:
-        table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    tables = measurements(outcomes, points)
+    for title, headings, lines in tables:
+        table = Table(*headings, title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
     fits = []
     for outcome in outcomes:
         for context, batch in points:
@@ -238,7 +238,7 @@ def finish(
     body = [
         f"{model}, {options.threads} threads; every engine reads the same GGUF file.",
         engines_markdown(outcomes),
-        report.markdown_table(headings, lines),
+        *(f"{title}:\n\n{report.markdown_table(*table)}" for title, *table in tables),
         *fits,
     ]
     document = options.docs or (None if options.quick else report.DOCUMENT)

@@ -213,31 +213,47 @@ def agreement(exact: Outcome, peer: Outcome, context: int) -> str:
     return f"equal, {min(len(ours), len(other))} tokens"
 
 
-def measurements(outcomes: Sequence[Outcome], points: list[Any]) -> tuple[list[str], list[Any]]:
-    """Headings and lines of the table of everything measured."""
-    headings = ["engine", "tokens", "batch", "prefill tok/s", "ms a step", "decode tok/s", "tokens"]
+Section = tuple[str, list[str], list[list[str]]]
+"""A table: title, headings, lines."""
+
+
+def measurements(outcomes: Sequence[Outcome], points: list[Any]) -> list[Section]:
+    """Everything measured: a line a point, a column an engine, a table a question."""
+    labels = [outcome.engine.label for outcome in outcomes]
+
+    def cells(context: int, batch: int, metric: str) -> list[str]:
+        found = [outcome.point(context, batch) or {} for outcome in outcomes]
+        return [shown(point.get(metric)) for point in found]
+
+    places = [[f"{context:,}", str(batch)] for context, batch in points]
+    singles = [context for context, batch in points if batch == 1]
     exact = next((o for o in outcomes if o.engine.label == "kvjax float32"), outcomes[0])
-    lines = []
-    for outcome in outcomes:
-        if outcome.answer is None:
-            lines.append([outcome.engine.label, "", "", "", "", "", outcome.why or ""])
-            continue
-        for context, batch in points:
-            point = outcome.point(context, batch)
-            known = point or {}
-            said = agreement(exact, outcome, context) if batch == 1 and point else ""
-            lines.append(
-                [
-                    outcome.engine.label,
-                    f"{context:,}",
-                    str(batch),
-                    shown(known.get("prefill_tokens_per_s")) if batch == 1 else "",
-                    shown(known.get("step_ms")),
-                    shown(known.get("decode_tokens_per_s")),
-                    said if point else outcome.why_not(context, batch),
-                ]
-            )
-    return headings, lines
+    tables = [
+        (
+            "Milliseconds a decode step",
+            ["context", "batch", *labels],
+            [place + cells(*point, "step_ms") for place, point in zip(places, points, strict=True)],
+        ),
+        (
+            "Prefill, tokens a second",
+            ["context", *labels],
+            [[f"{c:,}", *cells(c, 1, "prefill_tokens_per_s")] for c in singles],
+        ),
+        (
+            f"Greedy tokens against {exact.engine.label}",
+            ["context", *labels],
+            [[f"{c:,}", *(agreement(exact, other, c) for other in outcomes)] for c in singles],
+        ),
+    ]
+    missing = [
+        [outcome.engine.label, f"{context:,}", str(batch), outcome.why_not(context, batch)]
+        for outcome in outcomes
+        for context, batch in points
+        if outcome.point(context, batch) is None
+    ]
+    if missing:
+        tables.append(("Not measured", ["engine", "context", "batch", "why"], missing))
+    return tables
 
 
 def engines_markdown(outcomes: Sequence[Outcome]) -> str:

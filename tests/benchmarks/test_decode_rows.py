@@ -42,8 +42,14 @@ def test_a_peer_that_did_not_run_stays_in_the_tables():
     assert rows[0].met is False
     assert rows[2].baseline == "vLLM CPU float32 (not measured: no AVX2)"
     assert rows[2].met is None
-    _, lines = measurements([OURS, missing], [(512, 1)])
-    assert lines[-1][-1] == "no AVX2"
+    steps, prefill, tokens, why = measurements([OURS, missing], [(512, 1)])
+    assert steps[1:] == (
+        ["context", "batch", "kvjax float32", "vLLM CPU float32"],
+        [["512", "1", "100", "-"]],
+    )
+    assert prefill[2] == [["512", "400", "-"]]
+    assert tokens[2] == [["512", "equal, 3 tokens", "not compared"]]
+    assert why[2] == [["vLLM CPU float32", "512", "1", "no AVX2"]]
 
 
 def test_the_fit_finds_intercept_and_bandwidth():
