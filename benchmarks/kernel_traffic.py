@@ -75,9 +75,7 @@ def count(call: Workload) -> Traffic:
 def rows_of(call: Workload, traffic: Traffic) -> list[Row]:
     """Bytes moved against bytes needed, and for prefill their time against the arithmetic's."""
     heads = call.heads
-    claim = (
-        f"{kernel}: {call.name} ({heads.query_heads}/{heads.kv_heads} heads of {heads.head_dim})"
-    )
+    claim = f"{call.name} ({heads.query_heads}/{heads.kv_heads} heads of {heads.head_dim})"
     read = traffic.kv_read + traffic.queries
     least = traffic.kv_needed + traffic.queries_needed
 
