@@ -91,6 +91,7 @@ def copy_rows(state: DecodeState, rows: int) -> DecodeState:
         v_pages=tuple(jnp.concatenate([pool] * rows) for pool in cache.v_pages),
         block_tables=jnp.where(tables < count, tables + first, rows * count),
         lengths=jnp.tile(cache.lengths, rows),
+        skipped=jnp.tile(cache.skipped, rows),
         page_refs=jnp.tile(cache.page_refs, rows),
     )
     return dataclasses.replace(

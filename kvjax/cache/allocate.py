@@ -83,6 +83,7 @@ def release(cache: PagedKVCache, sequences: Bool[Array, " B"]) -> PagedKVCache:
         cache,
         block_tables=jnp.where(marked, cache.num_pages, cache.block_tables),
         lengths=jnp.where(sequences, 0, cache.lengths),
+        skipped=jnp.where(sequences, 0, cache.skipped),
         page_refs=cache.page_refs.at[dropped].add(-1, mode="drop"),
     )
 
@@ -124,6 +125,9 @@ def fork(
         copied,
         block_tables=jnp.where(ok, emptied.block_tables.at[target].set(table), cache.block_tables),
         lengths=jnp.where(ok, emptied.lengths.at[target].set(length), cache.lengths),
+        skipped=jnp.where(
+            ok, emptied.skipped.at[target].set(emptied.skipped[source]), cache.skipped
+        ),
         page_refs=jnp.where(ok, emptied.page_refs.at[table].add(1, mode="drop"), cache.page_refs),
     )
     longest = jnp.maximum(full + needed, jnp.max(cache.pages_held))

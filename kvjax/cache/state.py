@@ -28,6 +28,7 @@ class PagedKVCache:
     v_pages: tuple[Float[Array, "N Hkv P Dv"], ...]  # one layer's values
     block_tables: Int32[Array, "B M"]  # the pages of each sequence in order; N where there is none
     lengths: Int32[Array, " B"]  # tokens written, a sequence
+    skipped: Int32[Array, " B"]  # tokens before the last that are not here: position = slot + this
     page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
     spec: KVSpec = dataclasses.field(metadata={"static": True})
 
@@ -50,6 +51,11 @@ class PagedKVCache:
     def max_pages(self) -> int:
         """M: pages a sequence can have."""
         return self.block_tables.shape[1]
+
+    @property
+    def next_positions(self) -> Int32[Array, " B"]:
+        """The logical position of each sequence's next token, skipped tokens counted."""
+        return self.lengths + self.skipped
 
     @property
     def pages_held(self) -> Int32[Array, " B"]:
@@ -135,6 +141,7 @@ def init(
         ),
         block_tables=jnp.full((batch, max_pages), num_pages, jnp.int32),
         lengths=jnp.zeros((batch,), jnp.int32),
+        skipped=jnp.zeros((batch,), jnp.int32),
         page_refs=jnp.zeros((num_pages,), jnp.int32),
         spec=spec,
     )

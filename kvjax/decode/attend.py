@@ -86,7 +86,7 @@ def chunk_attend(
     config: ModelConfig,
     cache: PagedKVCache,
     sequences: Int32[Array, " T"],
-    positions: Int32[Array, " T"],
+    indices: Int32[Array, " T"],
     cu_lengths: Int32[Array, " B1"],
     implementation: Implementation | None,
 ) -> Attend[PagedKVCache]:
@@ -96,11 +96,11 @@ def chunk_attend(
       config: the model's.
       cache: the cache before the chunk, with pages reserved.
       sequences: int32 [T], each token's sequence; B for padding.
-      positions: int32 [T], each token's index in its sequence.
+      indices: int32 [T], where among its sequence's stored tokens each goes.
       cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
       implementation: of `ragged_paged_attention`, or None.
     """
-    slots = token_slots(cache, sequences, positions)
+    slots = token_slots(cache, sequences, indices)
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
