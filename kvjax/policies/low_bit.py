@@ -1,0 +1,294 @@
+"""Keys at token precision: in full, or in 2, 3 or 4 bits a channel with the page as the group."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
+
+from kvjax.errors import KvjaxError
+from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
+from kvjax.policies.sketch import check_finite, check_queries
+
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+"""Bits of the planes a code is cut into: bytes hold 2- or 4-bit fields whole, and 3 as 2 + 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactKeys:
+    """The keys themselves: what is scored when keys are read from the store, and the yardstick.
+
+    Attributes:
+      block_tokens: tokens scored at once.
+    """
+
+    block_tokens: int = BLOCK_TOKENS
+
+    def build(self, keys: Float[Array, "N Hkv P D"]) -> dict[str, Array]:
+        """See `Sketch.build`: `keys`, [Hkv, N, P, D] in their own dtype."""
+        check_finite(keys)
+        return {"keys": jnp.asarray(keys).transpose(1, 0, 2, 3)}
+
+    def page_mass(
+        self,
+        arrays: Mapping[str, Array],
+        queries: Float[Array, "S Hq D"],
+        valid: Bool[Array, " S"],
+        pages: Int32[Array, ""],
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+    ) -> Float32[Array, "Hq N"]:
+        """See `Sketch.page_mass`; softmax is over tokens, and exact."""
+        keys = arrays["keys"]
+        kv_heads, num_pages, page_size, dim = keys.shape
+        check_queries(queries, valid, kv_heads, dim)
+        rows = group_rows(queries, kv_heads)
+        block = _block_pages(self.block_tokens, page_size, num_pages)
+
+        def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
+            here = lax.dynamic_slice_in_dim(keys, start, block, axis=1)
+            scores = dot(here.reshape(kv_heads, -1, dim), rows)
+            return scaled(scores, scale, soft_cap).reshape(kv_heads, block, page_size, -1)
+
+        return softmax_mass(
+            score_block,
+            num_pages=num_pages,
+            block_pages=block,
+            kv_heads=kv_heads,
+            valid=valid,
+            query_heads=queries.shape[1],
+            pages=pages,
+        )
+
+    def token_mass(
+        self,
+        arrays: Mapping[str, Array],
+        queries: Float[Array, "S Hq D"],
+        valid: Bool[Array, " S"],
+        tokens: Int32[Array, ""],
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+    ) -> Float32[Array, "Hq T"]:
+        """Like `page_mass` for every token: the column sums that H2O and IMPRESS select by.
+
+        Args:
+          arrays: see `Sketch.page_mass`.
+          queries: see `Sketch.page_mass`.
+          valid: see `Sketch.page_mass`.
+          tokens: int32 scalar, live tokens, 0 to T = N x P; the others get exactly 0.
+          scale: see `Sketch.page_mass`.
+          soft_cap: see `Sketch.page_mass`.
+
+        Raises:
+          KvjaxError: head counts or widths that do not fit.
+        """
+        keys = arrays["keys"]
+        kv_heads, num_pages, page_size, dim = keys.shape
+        single = {"keys": keys.reshape(kv_heads, num_pages * page_size, 1, dim)}
+        return self.page_mass(single, queries, valid, tokens, scale=scale, soft_cap=soft_cap)
+
+    def bytes_per_page(
+        self, kv_heads: int, head_dim: int, page_size: int, item_bytes: int = 2
+    ) -> int:
+        """See `Sketch.bytes_per_page`; `item_bytes` is of the keys' dtype, 2 for bfloat16."""
+        return kv_heads * page_size * head_dim * item_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LowBitKeys:
+    """Keys in 2 to 4 bits, per channel, the page as the group (KIVI's axis, arXiv:2402.02750).
+
+    A channel of a page is `middle + step * (code - (2**bits - 1) / 2)`. Middle and step are
+    float8_e4m3fn times a power of two that the page's head shares; the step is rounded up, so
+    that with clip 1 no key is off by more than half a step. The middle takes the place of KIVI's
+    minimum because it is the smaller number, and so the smaller error in 8 bits.
+
+    Attributes:
+      bits: 2, 3 or 4.
+      clip: share of each channel's range that the codes cover, above 0, at most 1; keys outside
+        take the outermost code.
+      block_tokens: tokens unpacked and scored at once.
+
+    Raises:
+      KvjaxError: `bits` or `clip` is none of these.
+    """
+
+    bits: int = 3
+    clip: float = 1.0
+    block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in _PLANES:
+            raise KvjaxError(f"bits is {self.bits!r}: must be 2, 3 or 4")
+        if not 0 < self.clip <= 1:
+            raise KvjaxError(
+                f"clip is {self.clip!r}: must be above 0 and at most 1, the share of a channel's "
+                f"range that the codes cover"
+            )
+
+    def build(self, keys: Float[Array, "N Hkv P D"]) -> dict[str, Array]:
+        """See `Sketch.build`.
+
+        Magnitudes below 1e-30 count as 0.
+
+        Returns:
+          `codes` uint8 [Hkv, N, P x bits / 8, D]; `step` and `middle` float8_e4m3fn [Hkv, N, D];
+          `unit` bfloat16 [Hkv, N, 2], the powers of two that step and middle are multiplied by.
+
+        Raises:
+          KvjaxError: P is no multiple of what shares a byte (4, 8, 2 tokens at 2, 3, 4 bits), or
+            (outside jit) a key that is infinite or NaN.
+        """
+        check_finite(keys)
+        self._check_page_size(keys.shape[2])
+        pages = jnp.asarray(keys).astype(jnp.float32).transpose(1, 0, 2, 3)
+        low, high = jnp.min(pages, axis=2), jnp.max(pages, axis=2)
+        middle, middle_unit = _to_float8(low / 2 + high / 2, up=False)
+        centre = middle.astype(jnp.float32) * middle_unit
+        reach = jnp.maximum(high - centre, centre - low)  # half of what the codes must cover
+        step, step_unit = _to_float8(reach * (2 * self.clip / (2**self.bits - 1)), up=True)
+        width = (step.astype(jnp.float32) * step_unit)[:, :, None, :]
+        codes = (pages - centre[:, :, None, :]) / jnp.where(width == 0, 1, width)
+        codes = jnp.round(codes + (2**self.bits - 1) / 2)
+        codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
+        units = jnp.concatenate([step_unit, middle_unit], axis=-1)
+        return {
+            "codes": _pack(codes, self.bits),
+            "step": step,
+            "middle": middle,
+            "unit": units.astype(jnp.bfloat16),
+        }
+
+    def keys(self, arrays: Mapping[str, Array]) -> Float32[Array, "N Hkv P D"]:
+        """The keys that the sketch stands for, all at once.
+
+        Args:
+          arrays: what `build` made.
+        """
+        offsets, middle = self._restore(arrays, jnp.dtype(jnp.float32))
+        return (offsets + middle[:, :, None, :]).transpose(1, 0, 2, 3)
+
+    def page_mass(
+        self,
+        arrays: Mapping[str, Array],
+        queries: Float[Array, "S Hq D"],
+        valid: Bool[Array, " S"],
+        pages: Int32[Array, ""],
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+    ) -> Float32[Array, "Hq N"]:
+        """See `Sketch.page_mass`; softmax is over tokens.
+
+        The page's middle is scored once a page, in float32. Only the offsets from it are scored
+        token by token, in the queries' dtype: they are small, so bfloat16 costs them little.
+        """
+        kv_heads, num_pages, dim = arrays["step"].shape
+        page_size = arrays["codes"].shape[2] * 8 // self.bits
+        check_queries(queries, valid, kv_heads, dim)
+        rows = group_rows(queries, kv_heads)
+        block = _block_pages(self.block_tokens, page_size, num_pages)
+
+        def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
+            here = {
+                name: lax.dynamic_slice_in_dim(array, start, block, axis=1)
+                for name, array in arrays.items()
+            }
+            offsets, middle = self._restore(here, rows.dtype)
+            scores = dot(offsets.reshape(kv_heads, -1, dim), rows)
+            scores = scores.reshape(kv_heads, block, page_size, -1)
+            scores = scores + dot(middle, rows.astype(jnp.float32))[:, :, None, :]
+            return scaled(scores, scale, soft_cap)
+
+        return softmax_mass(
+            score_block,
+            num_pages=num_pages,
+            block_pages=block,
+            kv_heads=kv_heads,
+            valid=valid,
+            query_heads=queries.shape[1],
+            pages=pages,
+        )
+
+    def bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> int:
+        """See `Sketch.bytes_per_page`; raises as `build` does."""
+        self._check_page_size(page_size)
+        return kv_heads * (page_size * self.bits // 8 * head_dim + 2 * head_dim + 4)
+
+    def _check_page_size(self, page_size: int) -> None:
+        together = 8 // _PLANES[self.bits][-1]
+        if page_size % together:
+            raise KvjaxError(
+                f"pages hold {page_size} tokens: {self.bits}-bit keys need a multiple of "
+                f"{together}, which share a byte"
+            )
+
+    def _restore(
+        self, arrays: Mapping[str, Array], dtype: jnp.dtype
+    ) -> tuple[Float[Array, "Hkv B P D"], Float32[Array, "Hkv B D"]]:
+        """Each token's offset from the middle of its page, in `dtype`, and the middles."""
+        unit = arrays["unit"].astype(jnp.float32)
+        step = arrays["step"].astype(jnp.float32) * unit[..., :1]
+        middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
+        codes = _unpack(arrays["codes"], self.bits).astype(jnp.float32)
+        offsets = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
+        return offsets.astype(dtype), middle
+
+
+def _block_pages(block_tokens: int, page_size: int, num_pages: int) -> int:
+    """Pages scored at once."""
+    if block_tokens < 1:
+        raise KvjaxError(f"block_tokens is {block_tokens}: must be at least 1")
+    return min(max(block_tokens // page_size, 1), num_pages)
+
+
+def _to_float8(
+    values: Float32[Array, "Hkv N D"], *, up: bool
+) -> tuple[Float[Array, "Hkv N D"], Float32[Array, "Hkv N 1"]]:
+    """Values as float8_e4m3fn times one power of two a row; `up` rounds towards plus infinity."""
+    greatest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
+    _, exponent = jnp.frexp(jnp.maximum(greatest, 1e-30))  # greatest < 2 ** exponent
+    unit = jnp.exp2((exponent - 8).astype(jnp.float32))  # so that the quotients are below 256
+    quotient = values / unit
+    rounded = quotient.astype(jnp.float8_e4m3fn)
+    if up:
+        bits = lax.bitcast_convert_type(rounded, jnp.uint8)
+        following = lax.bitcast_convert_type(bits + jnp.uint8(1), jnp.float8_e4m3fn)
+        rounded = jnp.where(rounded.astype(jnp.float32) < quotient, following, rounded)
+    return rounded, unit
+
+
+def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> UInt8[Array, "Hkv N rows D"]:
+    """Codes of one channel side by side in bytes, plane after plane.
+
+    A plane of w bits has P x w / 8 rows; field j of row r belongs to token j * rows + r, so that
+    unpacking is one shift a run of tokens.
+    """
+    heads, pages, size, dim = codes.shape
+    planes, below = [], 0
+    for width in _PLANES[bits]:
+        fields = (codes >> below) & (2**width - 1)
+        fields = fields.reshape(heads, pages, 8 // width, size * width // 8, dim)
+        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None, None]
+        shifted = fields << jnp.broadcast_to(shifts, fields.shape)
+        planes.append(jnp.sum(shifted, axis=2, dtype=jnp.uint8))
+        below += width
+    return jnp.concatenate(planes, axis=2)
+
+
+def _unpack(packed: UInt8[Array, "Hkv N rows D"], bits: int) -> UInt8[Array, "Hkv N P D"]:
+    """The inverse of `_pack`."""
+    size = packed.shape[2] * 8 // bits
+    codes, row, below = None, 0, 0
+    for width in _PLANES[bits]:
+        rows = size * width // 8
+        plane = packed[:, :, row : row + rows]
+        fields = [(plane >> shift) & (2**width - 1) for shift in range(0, 8, width)]
+        part = jnp.concatenate(fields, axis=2) << below
+        codes = part if codes is None else codes | part
+        row, below = row + rows, below + width
+    assert codes is not None
+    return codes

@@ -1,0 +1,121 @@
+"""Which pages a layer reads: the K of greatest mass, chosen by KV head, by layer or by period."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32
+
+from kvjax.errors import KvjaxError
+
+Who = Literal["head", "layer", "period"]
+Aggregate = Literal["sum", "max", "mean"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Who chooses pages, and what is always in. Hashable, static under jit.
+
+    Attributes:
+      who: "head": each KV head chooses for itself; "layer": a layer's heads choose together;
+        "period": the first of `period` layers chooses for all of them (ContiguousKV,
+        arXiv:2601.13631).
+      period: layers that share a choice if `who` is "period".
+      aggregate: how the mass of several query heads becomes one number.
+      first: how many of the first pages are always in (the attention sinks).
+      last: how many of the last live pages are always in.
+
+    Raises:
+      KvjaxError: an unknown `who` or `aggregate`, or a number out of range.
+    """
+
+    who: Who = "head"
+    period: int = 4
+    aggregate: Aggregate = "sum"
+    first: int = 1
+    last: int = 1
+
+    def __post_init__(self) -> None:
+        if self.who not in get_args(Who):
+            raise KvjaxError(f"who is {self.who!r}: must be one of {', '.join(get_args(Who))}")
+        if self.aggregate not in get_args(Aggregate):
+            raise KvjaxError(
+                f"aggregate is {self.aggregate!r}: must be one of {', '.join(get_args(Aggregate))}"
+            )
+        for name, value, least in (
+            ("period", self.period, 1),
+            ("first", self.first, 0),
+            ("last", self.last, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise KvjaxError(f"{name} is {value!r}: must be an integer of at least {least}")
+
+    def decider(self, layer: int) -> int:
+        """The layer whose choice `layer` reads by: its own, or the first of its period.
+
+        Args:
+          layer: index of a layer, 0 or more.
+        """
+        return layer - layer % self.period if self.who == "period" else layer
+
+
+def select(
+    mass: Float32[Array, "Hq N"],
+    pages: Int32[Array, ""],
+    *,
+    room: int,
+    kv_heads: int,
+    count: Int32[Array, ""] | None = None,
+    choice: Choice | None = None,
+) -> Int32[Array, "Hkv K"]:
+    """The pages of greatest mass for every KV head. Pure, jittable.
+
+    Args:
+      mass: float32 [Hq, N], as a sketch's `page_mass` gives it; NaN counts as 0. For a choice by
+        layer or period, all heads count alike.
+      pages: int32 scalar, live pages; the others are never chosen.
+      room: K, static: the most pages that can be chosen, from `choice.first + choice.last` to N.
+      kv_heads: Hkv; query head h reads KV head h // (Hq / Hkv).
+      count: int32 scalar, how many pages to choose, so that one program serves every budget up to
+        K; taken as `choice.first + choice.last` or K where it is out of range. None means K.
+      choice: who chooses and what is always in; None means `Choice()`.
+
+    Returns:
+      int32 [Hkv, K], page ids, ascending and distinct; after `count` of them, or after all live
+      pages where there are fewer, N. Of pages with equal mass the earlier one is chosen. Heads
+      that choose together have equal rows.
+
+    Raises:
+      KvjaxError: K is out of range or Hkv does not divide Hq. Raised before anything is traced.
+    """
+    choice = Choice() if choice is None else choice
+    heads, num_pages = mass.shape
+    forced = choice.first + choice.last
+    least = max(forced, 1)
+    if isinstance(room, bool) or not isinstance(room, int) or not least <= room <= num_pages:
+        raise KvjaxError(
+            f"room is {room!r}: must be an integer from {least} (1, or the {forced} pages that are "
+            f"always in) to {num_pages}, the pages there are"
+        )
+    if kv_heads < 1 or heads % kv_heads:
+        raise KvjaxError(
+            f"kv_heads is {kv_heads}: must divide the {heads} query heads that mass has"
+        )
+    grouped = mass.reshape(kv_heads if choice.who == "head" else 1, -1, num_pages)
+    grouped = jnp.where(jnp.isnan(grouped), 0, grouped)
+    if choice.aggregate == "max":
+        score = jnp.max(grouped, axis=1)
+    elif choice.aggregate == "mean":
+        score = jnp.mean(grouped, axis=1)
+    else:
+        score = jnp.sum(grouped, axis=1)
+    page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
+    always = (page < choice.first) | (page >= pages - choice.last)
+    score = jnp.where(always, jnp.inf, score)
+    score = jnp.where(page < pages, score, -jnp.inf)
+    chosen = lax.top_k(score, room)[1].astype(jnp.int32)  # best first; of equals the lower index
+    keep = jnp.int32(room) if count is None else jnp.clip(count, forced, room)
+    kept = (jnp.arange(room, dtype=jnp.int32)[None, :] < keep) & (chosen < pages)
+    chosen = jnp.sort(jnp.where(kept, chosen, num_pages), axis=1)
+    return jnp.broadcast_to(chosen, (kv_heads, room))
