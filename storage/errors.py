@@ -1,0 +1,106 @@
+"""What can go wrong in a page store, by name.
+
+A wrong argument is a ValueError, a fault of files or devices an OSError. A segment that cannot be
+used is a `SegmentError` with one of a few reasons: a miss, which is counted and recomputed.
+"""
+
+import errno
+import re
+from typing import Literal, get_args
+
+Reason = Literal["absent", "torn", "checksum", "foreign", "tokens differ", "version", "io"]
+"""Why stored data was not used.
+
+absent: nothing is stored under that name, or not any more.
+torn: shorter than it was written, or not readable as what it should be.
+checksum: whole, but not the bytes that were written.
+foreign: written by something else, or for another segment.
+tokens differ: the key was found, what it was made from is not what was asked for.
+version: written in another version of the format.
+io: the device or the network failed.
+"""
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_OS_ERROR_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
+
+
+class NotAStoreError(ValueError):
+    """The URL holds no page store, and none can be made there."""
+
+
+class ReadOnlyStoreError(ValueError):
+    """The store was opened with read_only=True, and something was to be written."""
+
+
+class SegmentTooLargeError(ValueError):
+    """One segment needs more bytes than the whole store may have."""
+
+
+class StoreFullError(OSError):
+    """Everything that could be evicted is in use, so there is no room for another segment."""
+
+
+class StoreError(OSError):
+    """The device, file system or network under the store failed; `errno` says how, if known.
+
+    Attributes:
+      reason: "torn" or "checksum" where that is what a read found, else "absent" or "io".
+    """
+
+    reason: Reason = "io"
+
+
+class SegmentError(OSError):
+    """A stored segment cannot be used.
+
+    Attributes:
+      key: the segment's key.
+      reason: why.
+    """
+
+    def __init__(self, key: str, reason: Reason, detail: str) -> None:
+        super().__init__(f"segment {key[:12]} is a miss ({reason}): {detail}")
+        self.key = key
+        self.reason: Reason = reason
+
+
+class UnitError(OSError):
+    """One unit of a segment cannot be read.
+
+    Attributes:
+      key: the segment's key.
+      unit: (layer group, head group, kind, page).
+      reason: why.
+    """
+
+    def __init__(
+        self, key: str, unit: tuple[int, int, int, int], reason: Reason, detail: str
+    ) -> None:
+        layer, head, kind, page = unit
+        super().__init__(
+            f"unit (layer group {layer}, head group {head}, kind {kind}, page {page}) of segment "
+            f"{key[:12]} cannot be read ({reason}): {detail}"
+        )
+        self.key = key
+        self.unit = unit
+        self.reason: Reason = reason
+
+
+def fault(error: BaseException, doing: str) -> StoreError:
+    """What TensorStore raised, as an OSError with its errno and reason.
+
+    Args:
+      error: the exception of a TensorStore call. Its text starts with the name of a status.
+      doing: what was being done, as in "writing segments/x.json".
+    """
+    text = str(error)
+    number = _OS_ERROR_CODE.search(text)
+    result = StoreError(int(number[1]) if number else errno.EIO, f"{doing}: {text}")
+    if text.startswith("NOT_FOUND"):
+        result.reason = "absent"
+    elif "Digest mismatch" in text:
+        result.reason = "checksum"
+    elif text.startswith(("DATA_LOSS", "FAILED_PRECONDITION", "OUT_OF_RANGE")) and not number:
+        result.reason = "torn"
+    return result

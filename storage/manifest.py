@@ -1,0 +1,132 @@
+"""The one small file that makes a segment exist, and says all about it.
+
+A segment's data is written first, under a name that nobody looks for. Then its manifest is written
+in one atomic step, and the segment is there. The manifest repeats everything that the segment's
+key was made from, with a checksum over itself, so that a manifest that was damaged, renamed or
+written by something else is noticed when it is read.
+"""
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from kvjax.storage.errors import SegmentError
+from kvjax.storage.keys import Identity, page_keys, token_array
+from kvjax.storage.layout import Grid, Layout
+
+MAGIC = "kvjax prefix segment"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchEntry:
+    """One small array that stands in for the keys when pages are chosen, kept as plain bytes."""
+
+    name: str
+    dtype: str  # TensorStore's name, such as "uint8" or "float8_e4m3fn"
+    shape: tuple[int, ...]
+    bytes: int
+    sha256: str  # of the bytes: little endian, C order
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Manifest:
+    """Everything about a stored segment but its keys and values."""
+
+    key: str  # of the last page, in the namespace of layout and dtype
+    identity: Identity
+    grid: Grid
+    tokens: np.ndarray  # int32 [pages * page_size], read-only
+    label: str  # for people: a model or a file
+    folder: str  # where the data is, under data/
+    created: float  # seconds since 1970
+    data_bytes: int  # of the units, their index and description, and the sketches
+    array_sha256: str  # of zarr.json
+    sketches: tuple[SketchEntry, ...]
+
+    def encode(self) -> bytes:
+        """The manifest as JSON."""
+        grid = dataclasses.asdict(self.grid)
+        body = {
+            "key": self.key,
+            "identity": dataclasses.asdict(self.identity),
+            "layout": grid.pop("layout"),
+            "grid": grid,
+            "tokens": base64.b64encode(self.tokens.astype("<i4").tobytes()).decode("ascii"),
+            "label": self.label,
+            "folder": self.folder,
+            "created": self.created,
+            "data_bytes": self.data_bytes,
+            "array_sha256": self.array_sha256,
+            "sketches": [dataclasses.asdict(entry) for entry in self.sketches],
+        }
+        head = {"magic": MAGIC, "version": VERSION, "sha256": _digest(body)}
+        return json.dumps(head | {"body": body}, indent=1).encode("utf-8")
+
+
+def segment_key(identity: Identity, grid: Grid, tokens: np.ndarray) -> str:
+    """The key under which a segment of these tokens, stored in this form, is found."""
+    return page_keys(identity, grid.layout.namespace(grid), tokens, grid.layout.page_size)[-1]
+
+
+def decode(key: str, data: bytes) -> Manifest:
+    """Reads a manifest back.
+
+    Args:
+      key: the segment's key, from the file's name.
+      data: what the file holds.
+
+    Raises:
+      SegmentError: "torn", "foreign", "version" or "checksum".
+    """
+    try:
+        parsed = json.loads(data)
+    except ValueError as error:
+        raise SegmentError(key, "torn", f"its manifest is no JSON ({error})") from error
+    if not isinstance(parsed, dict) or parsed.get("magic") != MAGIC:
+        raise SegmentError(key, "foreign", f"its manifest does not start with {MAGIC!r}")
+    if parsed.get("version") != VERSION:
+        detail = f"its manifest has version {parsed.get('version')!r}; this program reads {VERSION}"
+        raise SegmentError(key, "version", detail)
+    body = parsed.get("body")
+    if not isinstance(body, dict) or parsed.get("sha256") != _digest(body):
+        raise SegmentError(key, "checksum", "its manifest is not what was written")
+    try:
+        manifest = _from_body(body)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        detail = f"its manifest lacks or mistakes a field: {error}"
+        raise SegmentError(key, "foreign", detail) from error
+    made_from = segment_key(manifest.identity, manifest.grid, manifest.tokens)
+    if not key == manifest.key == made_from:
+        detail = f"its manifest is that of {manifest.key[:12]}, made from {made_from[:12]}"
+        raise SegmentError(key, "foreign", detail)
+    return manifest
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    grid = Grid(layout=Layout(**body["layout"]), **body["grid"])
+    tokens = token_array(np.frombuffer(base64.b64decode(body["tokens"], validate=True), "<i4"))
+    if len(tokens) != grid.pages * grid.layout.page_size:
+        raise ValueError(f"{len(tokens)} tokens for {grid.pages} pages")
+    sketches = tuple(
+        SketchEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in body["sketches"]
+    )
+    same = {name: body[name] for name in ("key", "label", "folder", "created", "data_bytes")}
+    return Manifest(
+        identity=Identity(**body["identity"]),
+        grid=grid,
+        tokens=tokens,
+        array_sha256=body["array_sha256"],
+        sketches=sketches,
+        **same,
+    )
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,118 @@
+"""Which segments hold a prompt's first pages, kept in memory and rebuilt from manifests."""
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.storage.errors import Reason
+from kvjax.storage.keys import Identity, page_keys
+from kvjax.storage.layout import Layout
+from kvjax.storage.manifest import Manifest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A published segment as this process knows it."""
+
+    manifest: Manifest
+    generation: bytes  # of the manifest, to notice that it was removed or replaced
+    manifest_bytes: int
+    page_keys: tuple[bytes, ...]  # of each of its pages, in no layout's namespace
+
+    @property
+    def bytes(self) -> int:
+        """All that the segment occupies."""
+        return self.manifest.data_bytes + self.manifest_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A segment that holds the first pages of a prompt."""
+
+    key: str
+    pages: int
+
+
+class PrefixIndex:
+    """From the key of a page to the segments that hold it.
+
+    A key is only a filter: identity and tokens are compared before a segment is a candidate.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._holders: dict[bytes, set[str]] = {}
+
+    def add(self, manifest: Manifest, generation: bytes, manifest_bytes: int) -> None:
+        """Adds a segment, in place of the one of the same key."""
+        self.remove(manifest.key)
+        size = manifest.grid.layout.page_size
+        names = page_keys(manifest.identity, "", manifest.tokens, size)
+        entry = Entry(
+            manifest, generation, manifest_bytes, tuple(bytes.fromhex(name) for name in names)
+        )
+        self.entries[manifest.key] = entry
+        for name in entry.page_keys:
+            self._holders.setdefault(name, set()).add(manifest.key)
+
+    def remove(self, key: str) -> None:
+        """Forgets a segment; does nothing if it is not known."""
+        entry = self.entries.pop(key, None)
+        for name in entry.page_keys if entry else ():
+            holders = self._holders.get(name, set())
+            holders.discard(key)
+            if not holders:
+                self._holders.pop(name, None)
+
+    def total_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(entry.bytes for entry in self.entries.values())
+
+    def candidates(
+        self, identity: Identity, tokens: np.ndarray, page_size: int, layout: Layout | None
+    ) -> tuple[list[Candidate], set[Reason]]:
+        """Segments that hold a run of a prompt's first full pages.
+
+        Args:
+          identity: as in `page_keys`.
+          tokens: int32 [T].
+          page_size: tokens in a page.
+          layout: only segments of this layout; None takes all.
+
+        Returns:
+          Candidates with the most pages first (of equals the longest segment, which serves the
+          most prompts), and the reasons why a segment with a fitting key was none.
+        """
+        found: dict[str, Candidate] = {}
+        rejected: set[Reason] = set()
+        names = page_keys(identity, "", tokens, page_size)
+        for page in range(len(names), 0, -1):
+            for key in self._holders.get(bytes.fromhex(names[page - 1]), ()):
+                manifest = self.entries[key].manifest
+                if key in found or layout not in (None, manifest.grid.layout):
+                    continue
+                if manifest.identity != identity or manifest.grid.layout.page_size != page_size:
+                    rejected.add("foreign")
+                elif not np.array_equal(
+                    manifest.tokens[: page * page_size], tokens[: page * page_size]
+                ):
+                    rejected.add("tokens differ")
+                else:
+                    found[key] = Candidate(key, page)
+
+        def rank(candidate: Candidate) -> tuple[int, int, str]:
+            pages = self.entries[candidate.key].manifest.grid.pages
+            return -candidate.pages, -pages, candidate.key
+
+        return sorted(found.values(), key=rank), rejected
+
+    def covered(self, key: str) -> bool:
+        """Whether another segment of the same layout and dtype holds all pages of this one."""
+        entry = self.entries[key]
+        grid = entry.manifest.grid
+        return any(
+            other != key
+            and self.entries[other].manifest.grid.layout == grid.layout
+            and self.entries[other].manifest.grid.dtype == grid.dtype
+            for other in self._holders[entry.page_keys[-1]]
+        )

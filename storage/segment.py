@@ -1,0 +1,270 @@
+"""A stored prefix that is open for reading."""
+
+import dataclasses
+import hashlib
+import threading
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from kvjax.storage.blobs import STATUS_ERRORS, Blobs
+from kvjax.storage.errors import SegmentError, StoreError, UnitError, fault
+from kvjax.storage.keys import Identity
+from kvjax.storage.layout import Grid, Layout, numpy_dtype
+from kvjax.storage.manifest import Manifest, SketchEntry
+from kvjax.storage.unit_array import bytes_of_read, open_array, read_units
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentInfo:
+    """What is known of a segment without reading its data."""
+
+    key: str
+    identity: Identity
+    label: str  # for people: a model or a file
+    layout: Layout
+    dtype: str  # bfloat16, float16 or float32
+    shape: tuple[int, int, int, int, int]  # [L, N, H, P, D] of its keys, and of its values
+    tokens: int  # how many
+    bytes: int  # all that it occupies
+    sketch_bytes: int  # of which sketches
+    created: float  # seconds since 1970
+    last_used: float  # seconds since 1970: created, or the last find
+    hits: int  # how often find returned it
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesRead:
+    """Bytes that came from the store."""
+
+    payload: int = 0  # units with their checksums, and short gaps between units
+    index: int = 0  # shard indexes
+    sketches: int = 0
+
+
+class UnitRead:
+    """One unit that is being read."""
+
+    def __init__(self, group: "_Group", row: int) -> None:
+        self._group = group
+        self._row = row
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._group.done()
+
+    def result(self, timeout: float | None = None) -> np.ndarray:
+        """The unit [layers, heads, keys and values, tokens, head_dim].
+
+        Args:
+          timeout: seconds to wait; None waits for ever.
+
+        Returns:
+          A view into the array of all units of the same call, of the segment's dtype. It is
+          nobody else's: TensorStore does not use it any more.
+
+        Raises:
+          TimeoutError: it is not there yet.
+          UnitError: it cannot be read, or its checksum is not that of its bytes.
+        """
+        return self._group.result(self._row, timeout)
+
+
+class Segment:
+    """A stored prefix of full pages: its tokens, its sketches, and its units one by one.
+
+    While it is open, its store in this process does not evict it. Another process may: reads then
+    raise `UnitError` with reason "absent". Threads may share it.
+
+    Attributes:
+      info: what is known of it.
+      tokens: int32 [pages * page_size], read-only.
+      grid: extents and bytes of units and shards.
+    """
+
+    def __init__(self, blobs: Blobs, manifest: Manifest, info: SegmentInfo) -> None:
+        """Checks the array's description and opens it; reads no unit.
+
+        Raises:
+          SegmentError: "torn", "checksum" or "io".
+        """
+        self.info = info
+        self.tokens = manifest.tokens
+        self.grid: Grid = manifest.grid
+        self.closed = False
+        self._blobs = blobs
+        self._manifest = manifest
+        self._prefix = f"data/{manifest.folder}/"
+        self._read = BytesRead()
+        self._lock = threading.Lock()
+        zarr_json = self._checked("zarr.json", manifest.array_sha256)
+        try:
+            self._array = open_array(blobs, self._prefix, zarr_json)
+        except StoreError as error:
+            raise SegmentError(info.key, "foreign", str(error)) from error
+
+    @property
+    def unit_shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, heads, keys and values, tokens, head_dim] of one unit."""
+        return self.grid.unit_shape
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit's keys and values."""
+        return self.grid.unit_bytes
+
+    def sketches(self) -> dict[str, np.ndarray]:
+        """The sketches that were written with the segment, by name.
+
+        Raises:
+          SegmentError: one of them is not what was written.
+        """
+        return {entry.name: self._sketch(entry) for entry in self._manifest.sketches}
+
+    def read(self, units: Integer[np.ndarray, "n 4"]) -> list[UnitRead]:
+        """Starts to read units, all in one batch; never blocks.
+
+        Args:
+          units: rows (layer group, head group, kind, page). Kind is 0, or 0 for keys and 1 for
+            values where the layout splits them. A unit named twice is read once.
+
+        Returns:
+          For each row, a future of the unit.
+
+        Raises:
+          ValueError: a unit is out of range, or the segment is closed.
+        """
+        rows = np.asarray(units)
+        self._check(rows)
+        if not len(rows):
+            return []
+        distinct, place = np.unique(rows, axis=0, return_inverse=True)
+        self._count(distinct)
+        group = _Group(self, distinct, read_units(self._array, self.grid, distinct))
+        return [UnitRead(group, row) for row in place.reshape(-1).tolist()]
+
+    def bytes_read(self) -> BytesRead:
+        """What was read through this object so far, counted when it was asked for."""
+        with self._lock:
+            return self._read
+
+    def close(self) -> None:
+        """Lets the store evict the segment; reads that have started still end."""
+        self.closed = True
+
+    def __enter__(self) -> "Segment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_again(self, unit: np.ndarray, timeout: float | None) -> np.ndarray:
+        """One unit on its own, to learn which of a batch failed. Blocks.
+
+        Raises:
+          TimeoutError: it takes longer than `timeout` seconds.
+          UnitError: the unit cannot be read.
+        """
+        self._count(unit[None])
+        future = read_units(self._array, self.grid, unit[None])
+        try:
+            data: np.ndarray = future.result(timeout=timeout)
+        except TimeoutError:
+            raise
+        except STATUS_ERRORS as error:
+            layer, head, kind, page = unit.tolist()
+            found = fault(error, "reading it")
+            name = (layer, head, kind, page)
+            raise UnitError(self.info.key, name, found.reason, str(error)) from error
+        return data.reshape(self.unit_shape)
+
+    def _check(self, units: np.ndarray) -> None:
+        if self.closed:
+            raise ValueError(f"segment {self.info.key[:12]} is closed; open it again to read")
+        if units.ndim != 2 or units.shape[1] != 4 or units.dtype.kind not in "iu":
+            raise ValueError(
+                f"units have shape {units.shape} and dtype {units.dtype}; give whole numbers "
+                "[n, 4]: layer group, head group, kind, page"
+            )
+        bad = ((units < 0) | (units >= np.array(self.grid.units))).any(axis=1)
+        if bad.any():
+            raise ValueError(
+                f"unit {tuple(units[bad][0].tolist())} is out of range; (layer group, head group, "
+                f"kind, page) is below {self.grid.units}"
+            )
+
+    def _count(self, units: np.ndarray, sketches: int = 0) -> None:
+        payload, index = 0, 0
+        if len(units):
+            local = self._blobs.folder is not None
+            payload, index = bytes_of_read(self.grid, units, bridged=local)
+        with self._lock:
+            old = self._read
+            self._read = BytesRead(
+                old.payload + payload, old.index + index, old.sketches + sketches
+            )
+
+    def _sketch(self, entry: SketchEntry) -> np.ndarray:
+        data = self._checked(f"sketches/{entry.name}", entry.sha256)
+        self._count(np.empty((0, 4), np.int32), sketches=len(data))
+        dtype = numpy_dtype(entry.dtype)
+        if len(data) != entry.bytes:
+            detail = f"sketch {entry.name!r} has {len(data)} bytes, not {entry.bytes}"
+            raise SegmentError(self.info.key, "torn", detail)
+        return np.frombuffer(data, dtype).reshape(entry.shape)
+
+    def _checked(self, name: str, sha256: str) -> bytes:
+        try:
+            data = self._blobs.read(self._prefix + name).value
+        except StoreError as error:
+            raise SegmentError(self.info.key, error.reason, str(error)) from error
+        if data is None:
+            raise SegmentError(self.info.key, "torn", f"{self._prefix}{name} is missing")
+        if hashlib.sha256(data).hexdigest() != sha256:
+            detail = f"{self._prefix}{name} is not what was written"
+            raise SegmentError(self.info.key, "checksum", detail)
+        return data
+
+
+class _Group:
+    """The units of one read. Where it fails, each unit is asked for again on its own, once."""
+
+    def __init__(self, segment: Segment, units: np.ndarray, future: Any) -> None:
+        self._segment = segment
+        self._units = units
+        self._future = future
+        self._data: np.ndarray | None = None
+        self._failed = False
+        self._again: dict[int, np.ndarray | UnitError] = {}
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def result(self, row: int, timeout: float | None) -> np.ndarray:
+        if self._data is None and not self._failed:
+            self._wait(timeout)
+        if self._data is not None:
+            unit: np.ndarray = self._data[row]
+            return unit
+        with self._lock:
+            if row not in self._again:
+                try:
+                    self._again[row] = self._segment.read_again(self._units[row], timeout)
+                except UnitError as error:
+                    self._again[row] = error
+        outcome = self._again[row]
+        if isinstance(outcome, UnitError):
+            raise outcome
+        return outcome
+
+    def _wait(self, timeout: float | None) -> None:
+        try:
+            data = self._future.result(timeout=timeout)
+        except TimeoutError:
+            raise
+        except STATUS_ERRORS:
+            self._failed = True
+            return
+        self._data = data.reshape(len(self._units), *self._segment.unit_shape)
