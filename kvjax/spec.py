@@ -40,6 +40,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from kvjax.errors import check_integer
+
 DEFAULT_PAGE_SIZE = 16
 """Tokens a page holds unless a configuration says otherwise."""
 
@@ -89,9 +91,9 @@ class LayerSpec:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         if self.window is not None:
-            _check_integer("window", self.window, 1)
+            check_integer("window", self.window, 1)
         if self.shared is not None:
-            _check_integer("shared", self.shared, 0)
+            check_integer("shared", self.shared, 0)
             if not self.elements_read_per_token:
                 return  # its sizes are filled in by the KVSpec that knows the other layer
         heads: tuple[str, ...] = ("kv_heads", "head_dim", "v_head_dim")
@@ -99,7 +101,7 @@ class LayerSpec:
         used, unused = (heads, latent) if self.kind == "gqa" else (latent, heads)
         for name in used:
             # A latent without a position key (rope_dim=0) is a model that needs no positions.
-            _check_integer(name, getattr(self, name), 0 if name == "rope_dim" else 1)
+            check_integer(name, getattr(self, name), 0 if name == "rope_dim" else 1)
         for name in unused:
             if getattr(self, name) != 0:
                 raise ValueError(
@@ -165,7 +167,7 @@ class LayerSpec:
         Args:
           tokens: cached tokens, the newest included.
         """
-        _check_integer("tokens", tokens, 0)
+        check_integer("tokens", tokens, 0)
         return tokens if self.window is None else min(tokens, self.window)
 
     def first_page(self, tokens: int, page_size: int) -> int:
@@ -175,7 +177,7 @@ class LayerSpec:
           tokens: cached tokens, the newest included.
           page_size: tokens a page holds.
         """
-        _check_integer("page_size", page_size, 1)
+        check_integer("page_size", page_size, 1)
         return (tokens - self.visible_tokens(tokens)) // page_size
 
 
@@ -246,7 +248,7 @@ class KVSpec:
 
     def source(self, layer: int) -> int:
         """The index of the layer whose pages `layer` reads: its own, unless it is shared."""
-        _check_integer("layer", layer, 0)
+        check_integer("layer", layer, 0)
         if layer >= len(self.layers):
             raise ValueError(f"layer is {layer}: must be 0 to {len(self.layers) - 1}")
         shared = self.layers[layer].shared
@@ -261,7 +263,7 @@ class KVSpec:
         >>> KVSpec((LayerSpec.gqa(8, 128),) * 32).bytes_per_page(16) / 2**20
         2.0
         """
-        _check_integer("page_size", page_size, 1)
+        check_integer("page_size", page_size, 1)
         return self.bytes_per_token * page_size
 
     def bytes_per_sequence(self, tokens: int, page_size: int = 1) -> int:
@@ -279,7 +281,7 @@ class KVSpec:
         >>> [both.bytes_per_sequence(tokens, 16) // 2**10 for tokens in (512, 1024, 1025)]
         [1024, 1536, 1568]
         """
-        _check_integer("tokens", tokens, 0)
+        check_integer("tokens", tokens, 0)
         return self.bytes_shared_prefix(0, (tokens,), page_size)
 
     def bytes_read_per_step(self, tokens: int) -> int:
@@ -329,10 +331,10 @@ class KVSpec:
         >>> spec.bytes_shared_prefix(6144, [2048, 2048]) / 2**30
         1.25
         """
-        _check_integer("prefix", prefix, 0)
-        _check_integer("page_size", page_size, 1)
+        check_integer("prefix", prefix, 0)
+        check_integer("page_size", page_size, 1)
         for suffix in suffixes:
-            _check_integer("suffixes", suffix, 0)
+            check_integer("suffixes", suffix, 0)
         shared_pages = prefix // page_size
         elements = 0
         for layer in self.layers:
@@ -384,7 +386,7 @@ class KVSpec:
         Raises:
           ValueError: some layer's heads neither divide by the devices nor divide them.
         """
-        _check_integer("num_devices", num_devices, 1)
+        check_integer("num_devices", num_devices, 1)
         copies = []
         for index, layer in enumerate(self.layers):
             heads = 1 if layer.kind == "mla" else layer.kv_heads
@@ -404,8 +406,8 @@ def pages_for(tokens: int, page_size: int) -> int:
       tokens: cached tokens.
       page_size: tokens a page holds.
     """
-    _check_integer("tokens", tokens, 0)
-    _check_integer("page_size", page_size, 1)
+    check_integer("tokens", tokens, 0)
+    check_integer("page_size", page_size, 1)
     return -(-tokens // page_size)
 
 
@@ -439,8 +441,8 @@ def quantized_bytes_per_element(bits: int, group: int, metadata_bytes: float) ->
     >>> round(2 / quantized_bytes_per_element(2, 32, 4), 2)
     5.33
     """
-    _check_integer("bits", bits, 1)
-    _check_integer("group", group, 1)
+    check_integer("bits", bits, 1)
+    check_integer("group", group, 1)
     if not metadata_bytes >= 0:
         raise ValueError(f"metadata_bytes is {metadata_bytes!r}: must be 0 or more")
     return bits / 8 + metadata_bytes / group
@@ -462,8 +464,8 @@ def residual_ratio(
     >>> f"{residual_ratio(8192, 128, 0.375, 2):.1%}"
     '20.0%'
     """
-    _check_integer("tokens", tokens, 1)
-    _check_integer("residual", residual, 0)
+    check_integer("tokens", tokens, 1)
+    check_integer("residual", residual, 0)
     if residual > tokens:
         raise ValueError(f"residual is {residual}: must be 0 to tokens, which is {tokens}")
     for name, value in (
@@ -474,9 +476,3 @@ def residual_ratio(
             raise ValueError(f"{name} is {value!r}: must be above 0")
     older = (tokens - residual) * quantized_bytes
     return (older + residual * bytes_per_element) / (tokens * bytes_per_element)
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    """Refuses what is not an integer of at least `least`; `True` is not an integer here."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}: must be an integer, {least} or more")

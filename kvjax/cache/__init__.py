@@ -3,13 +3,12 @@
 from kvjax.cache.allocate import advance, fork, release, reserve
 from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
-from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, write
+from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, with_layer, write
 from kvjax.cache.state import (
     PagedKVCache,
     Reservation,
     check_pools,
     init,
-    pages_needed,
     pool_bytes,
 )
 
@@ -25,12 +24,12 @@ __all__ = [
     "from_csr",
     "gather",
     "init",
-    "pages_needed",
     "pool_bytes",
     "ragged_rows",
     "release",
     "reserve",
     "to_csr",
     "token_slots",
+    "with_layer",
     "write",
 ]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.pages import copy_pages
-from kvjax.cache.state import PagedKVCache, Reservation
-from kvjax.errors import KvjaxError
+from kvjax.cache.state import COUNTS, SEQUENCES, PagedKVCache, Reservation
+from kvjax.errors import check_integer
 
 
 def reserve(
@@ -15,9 +15,9 @@ def reserve(
 ) -> tuple[PagedKVCache, Reservation]:
     """Give every sequence the pages that its next `counts` tokens need.
 
-    The free pages of lowest id go to the sequences in order. If the pool cannot serve all, or a
-    block table is too narrow, nothing changes and the reservation says so; that never raises
-    inside a program (see `Reservation.check`). Reserving again what is reserved takes nothing.
+    The free pages of lowest id go to the sequences in order. If the pool cannot serve all, a block
+    table is too narrow or a count out of range, nothing changes and the reservation says so; that
+    never raises inside a program (see `Reservation.check`). Reserving again what is reserved takes nothing.
 
     Args:
       cache: the cache.
@@ -31,8 +31,8 @@ def reserve(
     Raises:
       KvjaxError: `max_count` is below 1.
     """
-    if max_count is not None and max_count < 1:
-        raise KvjaxError(f"max_count is {max_count}: must be at least 1, or None")
+    if max_count is not None:
+        check_integer("max_count", max_count, 1, ", or None")
     size, width = cache.page_size, cache.max_pages
     held = cache.pages_held
     wanted = (cache.lengths + counts + (size - 1)) // size
@@ -41,7 +41,10 @@ def reserve(
     taken = jnp.cumsum(cache.page_refs == 0, dtype=jnp.int32)  # free pages with ids up to this one
     free = taken[-1]
     longest = jnp.max(jnp.where(counts > 0, wanted, held))
-    ok = (needed <= free) & (longest <= width)
+    sensible = jnp.all(counts >= 0)
+    if max_count is not None:
+        sensible &= jnp.all(counts <= max_count)
+    ok = sensible & (needed <= free) & (longest <= width)
 
     # The k-th new page of sequence b is the free page of rank (pages of earlier sequences) + k.
     most = width if max_count is None else min(width, -(-max_count // size) + 1)
@@ -57,7 +60,8 @@ def reserve(
         block_tables=cache.block_tables.at[row, column].set(pages, mode="drop"),
         page_refs=cache.page_refs.at[pages].add(1, mode="drop"),
     )
-    return updated, Reservation(ok=ok, needed=needed, free=free, longest=longest)
+    wrong = jnp.where(sensible, 0, COUNTS).astype(jnp.int32)
+    return updated, Reservation(ok=ok, needed=needed, free=free, longest=longest, wrong=wrong)
 
 
 def advance(cache: PagedKVCache, counts: Int32[Array, " B"]) -> PagedKVCache:
@@ -103,8 +107,12 @@ def fork(
       target: int32 scalar, the sequence to fill, 0 to B - 1, not `source`.
 
     Returns:
-      The cache and the reservation of the tail page; if it failed, nothing changed.
+      The cache and the reservation of the tail page; if it failed, as it does for sequences that
+      are not there or the same, nothing changed.
     """
+    batch = cache.batch
+    sensible = (source >= 0) & (source < batch) & (target >= 0) & (target < batch)
+    sensible &= source != target
     emptied = release(cache, jnp.arange(cache.batch, dtype=jnp.int32) == target)
     length = emptied.lengths[source]
     full = length // cache.page_size
@@ -112,7 +120,7 @@ def fork(
     free_pages = emptied.page_refs == 0
     free = jnp.sum(free_pages, dtype=jnp.int32)
     needed = open_tail.astype(jnp.int32)
-    ok = needed <= free
+    ok = sensible & (needed <= free)
 
     column = jnp.arange(cache.max_pages, dtype=jnp.int32)
     old = emptied.block_tables[source]
@@ -131,4 +139,5 @@ def fork(
         page_refs=jnp.where(ok, emptied.page_refs.at[table].add(1, mode="drop"), cache.page_refs),
     )
     longest = jnp.maximum(full + needed, jnp.max(cache.pages_held))
-    return result, Reservation(ok=ok, needed=needed, free=free, longest=longest)
+    wrong = jnp.where(sensible, 0, SEQUENCES).astype(jnp.int32)
+    return result, Reservation(ok=ok, needed=needed, free=free, longest=longest, wrong=wrong)

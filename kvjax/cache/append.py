@@ -1,5 +1,6 @@
 """Appending tokens of all layers at once: reserve, write, advance."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.allocate import advance, reserve
 from kvjax.cache.pages import ragged_rows, token_slots, write
-from kvjax.cache.state import PagedKVCache, Reservation
+from kvjax.cache.state import STARTS, PagedKVCache, Reservation
 from kvjax.errors import KvjaxError
 
 
@@ -26,11 +27,13 @@ def append(
       cache: the cache.
       keys: one [T, Hkv, D] a layer, position encoding applied.
       values: one [T, Hkv, Dv] a layer.
-      cu_lengths: int32 [B + 1], where each sequence's tokens start among the T; tokens at or past
-        cu_lengths[B] are padding. None means T = B, one token a sequence.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start among the T; 0 first, never
+        falling, at most T; tokens at or past cu_lengths[B] are padding. None means T = B, one
+        token a sequence.
 
     Returns:
-      The cache and the reservation; if it failed, nothing changed.
+      The cache and the reservation; if it failed, as it does for other `cu_lengths`, nothing
+      changed.
 
     Raises:
       KvjaxError: not one array a layer, one of another shape than the layer's, or a wrong number
@@ -59,7 +62,14 @@ def append(
         _check_rows(f"keys[{layer}]", keys[layer], (tokens, shape.kv_heads, shape.head_dim))
         _check_rows(f"values[{layer}]", values[layer], (tokens, shape.kv_heads, shape.value_dim))
     counts = jnp.diff(cu_lengths)
+    sensible = (cu_lengths[0] == 0) & jnp.all(counts >= 0) & (cu_lengths[-1] <= tokens)
+    counts = jnp.where(sensible, counts, 0)
     cache, reservation = reserve(cache, counts, max_count=max(tokens, 1))
+    reservation = dataclasses.replace(
+        reservation,
+        ok=reservation.ok & sensible,
+        wrong=jnp.where(sensible, reservation.wrong, STARTS),
+    )
     counts = jnp.where(reservation.ok, counts, 0)
     sequences, index = ragged_rows(cu_lengths, tokens)
     start = cache.lengths.at[sequences].get(mode="clip")

@@ -6,11 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.errors import KvjaxError, PoolExhaustedError
-from kvjax.spec import KVSpec, pages_for
+from kvjax.errors import KvjaxError, PoolExhaustedError, check_integer
+from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
+from kvjax.spec import KVSpec
 
-MAX_POOL_ELEMENTS = 2**31 - 1
-"""Most elements one layer's pool may have: page arithmetic inside programs is int32."""
+COUNTS, STARTS, SEQUENCES = 1, 2, 3
+"""What was asked wrongly: tokens to reserve, starts in a chunk, sequences to fork; 0 is nothing."""
+
+_WRONG = {
+    COUNTS: "counts must be 0 to max_count tokens a sequence: give reserve the largest count as "
+    "max_count, or None",
+    STARTS: "cu_lengths must start at 0, never fall, and end within the keys' tokens",
+    SEQUENCES: "fork needs two different sequences, each from 0 to {last}, as source and target",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -73,10 +81,11 @@ class PagedKVCache:
 class Reservation:
     """What became of a request for pages. Where `ok` is false, nothing was changed."""
 
-    ok: Bool[Array, ""]  # every page was there and every block table was wide enough
+    ok: Bool[Array, ""]  # asked rightly, every page was there, every block table wide enough
     needed: Int32[Array, ""]  # pages asked for
     free: Int32[Array, ""]  # pages that were free
     longest: Int32[Array, ""]  # pages the longest sequence would have had
+    wrong: Int32[Array, ""]  # what was asked wrongly: COUNTS, STARTS or SEQUENCES; 0 if nothing
 
     def check(self, cache: PagedKVCache) -> None:
         """Raise, outside jit, if the reservation failed.
@@ -85,11 +94,13 @@ class Reservation:
           cache: the cache that was asked, for its sizes.
 
         Raises:
-          KvjaxError: a sequence would have outgrown its block table.
+          KvjaxError: the request made no sense, or a sequence would have outgrown its block table.
           PoolExhaustedError: there were too few free pages; it carries both numbers.
         """
         if bool(self.ok):
             return
+        if int(self.wrong):
+            raise KvjaxError(_WRONG[int(self.wrong)].format(last=cache.batch - 1))
         needed, free, longest = int(self.needed), int(self.free), int(self.longest)
         if longest > cache.max_pages:
             raise KvjaxError(
@@ -121,13 +132,12 @@ def init(
       The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes.
 
     Raises:
-      KvjaxError: a size is below 1, a pool is too large to index, or a layer is of a kind that
-        paged pools do not hold.
+      KvjaxError: a size is below 1, a pool is too large to index, or the spec's dtype or a layer
+        is of a kind that paged pools do not hold.
     """
     sizes = {"num_pages": num_pages, "batch": batch, "max_pages": max_pages, "page_size": page_size}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
+        check_integer(name, value, 1)
     check_pools(spec, num_pages, page_size)
     dtype = jnp.dtype(spec.dtype)
     return PagedKVCache(
@@ -156,9 +166,14 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
       page_size: P, tokens a page.
 
     Raises:
-      KvjaxError: a pool is too large to index, or a layer is of a kind that paged pools do not
-        hold.
+      KvjaxError: a pool is too large to index, or the spec's dtype or a layer is of a kind that
+        paged pools do not hold.
     """
+    if spec.dtype not in FLOATS:
+        raise KvjaxError(
+            f"the spec's dtype is {spec.dtype}: a PagedKVCache stores {', '.join(FLOATS)}; tokens "
+            f"would be cut to anything else without a scale"
+        )
     for index, layer in enumerate(spec.layers):
         if layer.kind != "gqa" or layer.shared is not None:
             what = layer.kind if layer.shared is None else f"shared with layer {layer.shared}"
@@ -167,8 +182,8 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
                 f"their own keys and values"
             )
         elements = num_pages * page_size * layer.kv_heads * max(layer.head_dim, layer.value_dim)
-        if elements > MAX_POOL_ELEMENTS:
-            most = MAX_POOL_ELEMENTS * num_pages // elements
+        if elements > MAX_INT32:
+            most = MAX_INT32 * num_pages // elements
             raise KvjaxError(
                 f"num_pages is {num_pages}: layer {index}'s pool would have {elements} elements, "
                 f"more than int32 can index; use at most {most} pages"
@@ -186,8 +201,3 @@ def pool_bytes(cache: PagedKVCache) -> dict[str, int]:
         name = jnp.dtype(pool.dtype).name
         totals[name] = totals.get(name, 0) + pool.size * pool.dtype.itemsize
     return totals
-
-
-def pages_needed(lengths: list[int], page_size: int) -> int:
-    """Pages that sequences of these lengths (tokens) hold together, sharing nothing."""
-    return sum(pages_for(length, page_size) for length in lengths)

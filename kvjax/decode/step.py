@@ -73,7 +73,7 @@ def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> 
         tokens=jnp.zeros((cache.batch,), jnp.int32),
         finished=jnp.where(limits > 0, RUNNING, FULL).astype(jnp.int32),
         step=zero,
-        reservation=Reservation(ok=jnp.bool_(True), needed=zero, free=zero, longest=zero),
+        reservation=Reservation(jnp.bool_(True), needed=zero, free=zero, longest=zero, wrong=zero),
     )
 
 

@@ -175,7 +175,7 @@ GQA = LayerSpec.gqa(8, 128)
         (lambda: KVSpec((GQA,)).bytes_per_page(0), "page_size is 0"),
         (
             lambda: KVSpec((GQA,)).bytes_per_sequence(-1, 16),
-            "tokens is -1: must be an integer, 0 or more",
+            "tokens is -1: must be an integer of at least 0",
         ),
         (lambda: KVSpec((GQA,)).bytes_per_sequence(1, 0), "page_size is 0"),
         (lambda: KVSpec((GQA,)).bytes_shared_prefix(-1, [1]), "prefix is -1"),

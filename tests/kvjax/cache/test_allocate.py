@@ -1,5 +1,7 @@
 """What `reserve`, `copy_pages` and `init` promise besides what the state machine sees."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -31,7 +33,7 @@ def test_messages_say_what_is_needed_and_what_to_do():
     message = "needs 6 pages of 4 tokens, but max_pages is 5: make the cache with max_pages=6"
     with pytest.raises(KvjaxError, match=message):
         reservation.check(cache)
-    with pytest.raises(KvjaxError, match="max_count is 0: must be at least 1"):
+    with pytest.raises(KvjaxError, match="max_count is 0: must be an integer of at least 1, or None"):
         reserve(cache, jnp.asarray([1, 1], jnp.int32), max_count=0)
 
 
@@ -51,6 +53,22 @@ def test_pages_move_at_once():
     source, target = jnp.asarray([0, 2, 1], jnp.int32), jnp.asarray([2, 0, 3], jnp.int32)
     moved = copy_pages(cache, source, target)
     assert_holds(moved, [[5, 6, 3, 4, 1, 2]])
+
+
+def test_counts_out_of_range_reserve_nothing():
+    """More tokens than `max_count` would be counted as reserved while pages are missing."""
+    cache = init(SPEC, num_pages=12, batch=2, max_pages=6, page_size=4)
+    for counts, most in (([20, 0], 1), ([-1, 4], None)):
+        same, reservation = reserve(cache, jnp.asarray(counts, jnp.int32), max_count=most)
+        assert_same(same, cache)
+        with pytest.raises(KvjaxError, match="counts must be 0 to max_count tokens a sequence"):
+            reservation.check(cache)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_dtypes_that_need_a_scale_are_refused(dtype):
+    with pytest.raises(KvjaxError, match=f"the spec's dtype is {dtype}"):
+        init(dataclasses.replace(SPEC, dtype=dtype), num_pages=1, batch=1, max_pages=1)
 
 
 @pytest.mark.parametrize("size", [{"num_pages": 0}, {"batch": -1}, {"page_size": True}])

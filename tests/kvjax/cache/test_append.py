@@ -162,3 +162,14 @@ def test_arguments_that_do_not_fit_the_cache():
         append(cache, (keys[0][:, :1], keys[1]), values, cu)
     with pytest.raises(ValueError, match=r"keys\[1\] has shape \(1, 1, 6\)"):
         append(cache, (keys[0], keys[1][:1]), values, cu)
+
+
+@pytest.mark.parametrize("cu", [[0, 3, 3], [0, 2, 1], [1, 2, 2]], ids=str)
+def test_starts_that_make_no_sense_append_nothing(cu):
+    """Past the keys' end, falling, or not from 0: tokens would be counted that nobody wrote."""
+    cache = init(SPEC, num_pages=4, batch=2, max_pages=2)
+    keys, values, _ = chunk([[1], [2]], 2)
+    same, reservation = do_append(cache, keys, values, jnp.asarray(cu, jnp.int32))
+    assert_same(same, cache)
+    with pytest.raises(ValueError, match="cu_lengths must start at 0, never fall, and end within"):
+        reservation.check(cache)

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.cache import init
+from kvjax.errors import KvjaxError
 from tests.kvjax.cache.plain import (
     SPEC,
     assert_gathers,
@@ -83,3 +85,14 @@ def test_a_fork_that_finds_no_page_leaves_all_as_it_was():
     assert bool(reservation.ok)
     assert_gathers(do_gather(cache, 0), [[1, 2], [1, 2], []], 0)
     assert int(cache.pages_free) == 1
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (0, 2), (2, 0), (-1, 1), (0, -1)])
+def test_sequences_that_cannot_be_forked_change_nothing(pair):
+    """Indices would wrap round or be clipped, and the fork of another sequence taken for this."""
+    cache = init(SPEC, num_pages=4, batch=2, max_pages=2, page_size=4)
+    cache, _ = do_append(cache, *chunk([[1, 2], [3, 4, 5, 6, 7]], 7))
+    same, reservation = do_fork(cache, *map(jnp.int32, pair))
+    assert_same(same, cache)
+    with pytest.raises(KvjaxError, match="two different sequences, each from 0 to 1"):
+        reservation.check(cache)

@@ -193,6 +193,7 @@ def test_sampling(options, message):
     ("options", "message"),
     [
         ({"page_size": 0}, "page_size is 0: must be a multiple of 8 tokens, 8 to 128"),
+        ({"page_size": True}, "page_size is True"),
         ({"page_size": 256}, "page_size is 256"),
         ({"page_size": 12}, "page_size is 12"),
         ({"page_size": 16.0}, r"page_size is 16\.0"),
@@ -206,3 +207,10 @@ def test_sampling(options, message):
 def test_cache_config(options, message):
     with pytest.raises(KvjaxError, match=message):
         CacheConfig(**options)
+
+
+def test_numbers_of_any_integer_type_and_short_dtypes():
+    config = CacheConfig(page_size=np.int64(32), num_pages=np.int32(4), dtype="bf16")
+    assert config == CacheConfig(page_size=32, num_pages=4, dtype="bfloat16")
+    assert type(config.page_size) is type(config.num_pages) is int
+    assert Sampling(temperature=np.float32(1), top_k=np.int64(5)).top_k == 5
