@@ -66,6 +66,12 @@ class ReadCounts:
     wait_s: float = 0.0  # seconds that `collect` waited for reads
     read_s: float = 0.0  # seconds in which at least one read was under way
 
+    def __add__(self, other: "ReadCounts") -> "ReadCounts":
+        """The counts of both; their units are of the same size."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "unit_bytes"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return dataclasses.replace(self, **sums)
+
     @property
     def misses(self) -> int:
         """Units needed that no tier had."""
@@ -318,18 +324,15 @@ class Prefetcher:
             for index in pending:
                 flight = asked.flights[index]
                 brought = self._queue.wait(flight, self._patience(flight, deadline))
-                if not isinstance(brought, np.ndarray):
-                    error = brought
-                elif brought.shape == shape and brought.dtype == dtype:
+                fits = isinstance(brought, np.ndarray) and brought.shape == shape
+                if fits and brought.dtype == dtype:
                     out[asked.misses[index]] = brought
                     continue
-                else:
-                    error = ValueError(
-                        f"the read brought {brought.dtype}{list(brought.shape)}, "
-                        f"not {dtype}{list(shape)}"
-                    )
+                if not isinstance(brought, BaseException):
+                    found, wanted = np.asarray(brought), f"{dtype}{list(shape)}"
+                    brought = ValueError(f"read: {found.dtype}{list(found.shape)}, not {wanted}")
                 lost.append(index)
-                errors.append(error)
+                errors.append(brought)
             ended = self._queue.closed or time.monotonic() >= deadline
             hopeless = [i for i, index in enumerate(lost) if ended or index in retried]
             if hopeless:

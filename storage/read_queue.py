@@ -24,16 +24,13 @@ _SPECULATIVE_BATCH_BYTES = 1 << 18
 
 
 class ReadFuture(Protocol):
-    """What a read gives for each unit: a future of TensorStore, or of `concurrent.futures`."""
+    """What a read gives for each unit, as futures of TensorStore and `concurrent.futures` are."""
 
     def done(self) -> bool:
         """Whether the read has ended."""
 
     def result(self, timeout: float | None = None) -> Any:
         """The unit, or the error raised; TimeoutError if it is not there in time."""
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error or None; raises TimeoutError if it is not there in time."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> Any:
         """Calls back when the read has ended, in any thread."""
@@ -214,12 +211,12 @@ class ReadQueue:
                     return TimeoutError("closed before the read was started")
                 future = flight.future
         try:
-            error = future.exception(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            return TimeoutError("the read did not return in time")
-        except (asyncio.CancelledError, concurrent.futures.CancelledError) as cancelled:
-            return cancelled
-        return future.result() if error is None else error
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            return error if str(error) else TimeoutError("the read did not return in time")
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - given to the caller
+            flight.error = error  # so that nobody else waits for it
+            return error
 
     def under_way_since(self, flight: Flight) -> float | None:
         """When a flight's read was started, in seconds of `time.monotonic`."""
@@ -423,8 +420,10 @@ def _broken(flight: Flight) -> bool:
     """Whether a flight is known to bring nothing."""
     if flight.error is not None:
         return True
-    if flight.future is None or not flight.future.done():
+    # A future that cannot tell without being waited for counts as good until it is.
+    exception = getattr(flight.future, "exception", None)
+    if exception is None or flight.future is None or not flight.future.done():
         return False
     with contextlib.suppress(asyncio.CancelledError, concurrent.futures.CancelledError):
-        return flight.future.exception() is not None
+        return exception() is not None
     return True

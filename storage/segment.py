@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,10 @@ class UnitRead:
           UnitError: it cannot be read, or its checksum is not that of its bytes.
         """
         return self._group.result(self._row, timeout)
+
+    def add_done_callback(self, callback: Callable[["UnitRead"], object]) -> None:
+        """Calls back once, in any thread, when the batch it was started in has ended."""
+        self._group.add_done_callback(lambda: callback(self))
 
 
 class Segment:
@@ -241,6 +246,9 @@ class _Group:
 
     def done(self) -> bool:
         return bool(self._future.done())
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        self._future.add_done_callback(lambda _: callback())
 
     def result(self, row: int, timeout: float | None) -> np.ndarray:
         if self._data is None and not self._failed:

@@ -41,7 +41,7 @@ class FakeReader:
         self.lock = threading.Condition()
         self.held = set()  # pages whose reads stay open until `let_go`
         self.hold_all = False
-        self.faults = {}  # page -> list of what its next reads do: an exception, or an array
+        self.faults = {}  # page -> what its next reads do: raise, bring an array, or "hold" back
         self.raises = []  # what the next calls of read raise, None for nothing
         self.open = []  # (unit, future) of reads held back
 
@@ -61,10 +61,10 @@ class FakeReader:
         fault = self.faults[page].pop(0) if self.faults.get(page) else None
         if isinstance(fault, BaseException):
             future.set_exception(fault)
+        elif isinstance(fault, str) or self.hold_all or page in self.held:
+            self.open.append((unit.copy(), future))
         elif fault is not None:
             future.set_result(fault)
-        elif self.hold_all or page in self.held:
-            self.open.append((unit.copy(), future))
         else:
             future.set_result(contents(unit)[0])
         return future
