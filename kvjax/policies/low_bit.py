@@ -44,7 +44,7 @@ class ExactKeys:
         keys = arrays["keys"]
         kv_heads, num_pages, page_size, dim = keys.shape
         check_queries(queries, valid, kv_heads, dim)
-        rows = group_rows(queries, kv_heads)
+        rows = group_rows(queries, valid, kv_heads)
         block = _block_pages(self.block_tokens, page_size, num_pages)
 
         def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
@@ -189,7 +189,7 @@ class LowBitKeys:
         kv_heads, num_pages, dim = arrays["step"].shape
         page_size = arrays["codes"].shape[2] * 8 // self.bits
         check_queries(queries, valid, kv_heads, dim)
-        rows = group_rows(queries, kv_heads)
+        rows = group_rows(queries, valid, kv_heads)
         block = _block_pages(self.block_tokens, page_size, num_pages)
 
         def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
@@ -197,6 +197,8 @@ class LowBitKeys:
                 name: lax.dynamic_slice_in_dim(array, start, block, axis=1)
                 for name, array in arrays.items()
             }
+            # Copied first: XLA:CPU unpacks several times slower where it fuses the slice as well.
+            here = lax.optimization_barrier(here)
             offsets, middle = self._restore(here, rows.dtype)
             scores = dot(offsets.reshape(kv_heads, -1, dim), rows)
             scores = scores.reshape(kv_heads, block, page_size, -1)
@@ -264,8 +266,7 @@ def _to_float8(
 def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> UInt8[Array, "Hkv N rows D"]:
     """Codes of one channel side by side in bytes, plane after plane.
 
-    A plane of w bits has P x w / 8 rows; field j of row r belongs to token j * rows + r, so that
-    unpacking is one shift a run of tokens.
+    A plane of w bits has P x w / 8 rows; field j of its row r belongs to token j * rows + r.
     """
     heads, pages, size, dim = codes.shape
     planes, below = [], 0
@@ -280,15 +281,20 @@ def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> UInt8[Array, "Hkv N ro
 
 
 def _unpack(packed: UInt8[Array, "Hkv N rows D"], bits: int) -> UInt8[Array, "Hkv N P D"]:
-    """The inverse of `_pack`."""
-    size = packed.shape[2] * 8 // bits
-    codes, row, below = None, 0, 0
+    """The inverse of `_pack`, as one pass of shifts over broadcast bytes: nothing is joined."""
+    heads, pages, rows, dim = packed.shape
+    size = rows * 8 // bits
+    least = size * _PLANES[bits][-1] // 8  # rows of the narrowest plane
+    # Token (j, s, r) is field j of a wide plane's row (s, r), and field (j, s) of a narrow one's r.
+    parts = rows // least if len(_PLANES[bits]) == 1 else (rows - least) // least
+    shape = (heads, pages, size // (parts * least), parts, least, dim)
+    codes = jnp.zeros(shape, jnp.uint8)
+    row, below = 0, 0
     for width in _PLANES[bits]:
-        rows = size * width // 8
-        plane = packed[:, :, row : row + rows]
-        fields = [(plane >> shift) & (2**width - 1) for shift in range(0, 8, width)]
-        part = jnp.concatenate(fields, axis=2) << below
-        codes = part if codes is None else codes | part
-        row, below = row + rows, below + width
-    assert codes is not None
-    return codes
+        count = size * width // 8
+        plane = packed[:, :, row : row + count].reshape(heads, pages, 1, -1, least, dim)
+        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8).reshape(shape[2], -1, 1, 1)
+        field = jnp.broadcast_to(plane, shape) >> jnp.broadcast_to(shifts, shape)
+        codes = codes | ((field & (2**width - 1)) << below)
+        row, below = row + count, below + width
+    return codes.reshape(heads, pages, size, dim)

@@ -89,7 +89,7 @@ class MeanKeys:
         """See `Sketch.page_mass`; softmax is over pages, each as if it were one token."""
         mean = arrays["mean"]
         check_queries(queries, valid, mean.shape[0], mean.shape[2])
-        scores = dot(mean, group_rows(queries, mean.shape[0]))
+        scores = dot(mean, group_rows(queries, valid, mean.shape[0]))
         return _mass_of_pages(scores, queries, valid, pages, scale, soft_cap)
 
     def bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> int:
@@ -126,7 +126,7 @@ class QuestBounds:
         """See `Sketch.page_mass`; softmax is over the pages' upper bounds."""
         low, high = arrays["low"], arrays["high"]
         check_queries(queries, valid, low.shape[0], low.shape[2])
-        rows = group_rows(queries, low.shape[0])
+        rows = group_rows(queries, valid, low.shape[0])
         scores = dot(high, jnp.maximum(rows, 0)) + dot(low, jnp.minimum(rows, 0))
         return _mass_of_pages(scores, queries, valid, pages, scale, soft_cap)
 
