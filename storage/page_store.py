@@ -29,15 +29,16 @@ from kvjax.storage.errors import (
     Reason,
     SegmentError,
     SegmentTooLargeError,
-    StoreFullError,
 )
+from kvjax.storage.eviction import victims
 from kvjax.storage.keys import Identity, token_array
 from kvjax.storage.layout import Layout
 from kvjax.storage.marker import check_marker
 from kvjax.storage.prefix_index import Entry
 from kvjax.storage.segment import Segment, SegmentInfo
 from kvjax.storage.segment_writer import draft, write_segment
-from kvjax.storage.upkeep import Finding, Freed, collect_garbage, verify_segment
+from kvjax.storage.store_stats import StoreStats
+from kvjax.storage.upkeep import Finding, Freed, collect_garbage, verify
 from kvjax.storage.usage import UsageLog
 
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -56,22 +57,6 @@ class Match:
     def key(self) -> str:
         """The segment's key."""
         return self.segment.info.key
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreStats:
-    """Counts of one store: what is there, and what this object saw."""
-
-    segments: int
-    bytes: int  # of published segments
-    sketch_bytes: int  # of which sketches
-    max_bytes: int | None
-    hits: int  # of all segments, over all processes
-    oldest: float | None  # seconds since the oldest segment was written
-    idle: float | None  # seconds since the least recently used one was used
-    misses: Mapping[Reason, int]  # of this object
-    evicted: int  # segments, by this object
-    lost_uses: int  # side files with hit counts that could not be read or written
 
 
 class PageStore:
@@ -181,6 +166,7 @@ class PageStore:
                 if miss.reason != "absent":
                     self._misses[miss.reason] += 1
                     replaces = self._blobs.read(manifest_name(key)).generation
+            self._check_size(new.bytes, key, label)
             self._make_room(new.bytes, key)
             self._reserved += new.bytes
         try:
@@ -310,17 +296,7 @@ class PageStore:
         if key is not None:
             _check_key(key)
         keys = [key] if key is not None else self._catalog.names()
-        findings = []
-        for name in keys:
-            try:
-                with self._lock:
-                    segment = self._open_segment(name)
-            except SegmentError as miss:
-                findings.append(Finding(name, "manifest", miss.reason, str(miss)))
-                continue
-            with segment:
-                findings += verify_segment(segment)
-        return findings
+        return [finding for name in keys for finding in verify(name, self._open_locked)]
 
     def gc(self, *, min_age_s: float = GC_AGE_S) -> Freed:
         """Removes data that no manifest names, and manifests that cannot be read any more.
@@ -367,6 +343,10 @@ class PageStore:
         with self._lock:
             self._usage.flush()
 
+    def _open_locked(self, key: str) -> Segment:
+        with self._lock:
+            return self._open_segment(key)
+
     def _open_segment(self, key: str) -> Segment:
         entry = self._catalog.get(key)
         segment = Segment(self._blobs, entry.manifest, self._info(entry))
@@ -392,34 +372,16 @@ class PageStore:
         )
 
     def _make_room(self, wanted: int, key: str) -> None:
-        """Evicts segments until `wanted` more bytes fit; never one that is open.
-
-        Those whose pages a longer segment holds as well go first, then the least recently used.
-        """
+        """Evicts segments until `wanted` more bytes fit for the segment `key`."""
         if self.max_bytes is None:
             return
-        if wanted > self.max_bytes:
-            raise SegmentTooLargeError(
-                f"segment {key[:12]} needs {wanted} bytes, max_bytes is {self.max_bytes}; store "
-                "fewer pages, or open the store with a larger max_bytes"
-            )
         self.refresh()
-        index = self._catalog.index
         pinned = {segment.info.key for segment in self._open if not segment.closed} | {key}
-        while (used := index.total_bytes() + self._reserved) + wanted > self.max_bytes:
-            victims = index.entries.keys() - pinned
-            if not victims:
-                raise StoreFullError(
-                    f"segment {key[:12]} needs {wanted} bytes, {used} of {self.max_bytes} are in "
-                    "use by open segments; close some, or open the store with a larger max_bytes"
-                )
-            victim = min(victims, key=self._worth)
-            self._remove(victim, index.entries[victim])
+        infos = [self._info(entry) for entry in self._catalog.index.entries.values()]
+        room = self.max_bytes - self._reserved - wanted
+        for victim in victims(infos, room, pinned, self._catalog.index.covered):
+            self._remove(victim, self._catalog.index.entries[victim])
             self._evicted += 1
-
-    def _worth(self, key: str) -> tuple[bool, float, str]:
-        info = self._info(self._catalog.index.entries[key])
-        return not self._catalog.index.covered(key), info.last_used, key
 
     def _remove(self, key: str, entry: Entry | None) -> None:
         self._blobs.delete(manifest_name(key))
@@ -427,6 +389,13 @@ class PageStore:
         if entry is not None:
             self._blobs.delete_folder(f"data/{entry.manifest.folder}/")
         self._blobs.delete(f"use/{key}.json")
+
+    def _check_size(self, size: int, key: str, label: str) -> None:
+        if self.max_bytes is not None and size > self.max_bytes:
+            raise SegmentTooLargeError(
+                f"segment {key[:12]} {label!r} needs {size} bytes, max_bytes is {self.max_bytes}; "
+                "store fewer pages, or open the store with a larger max_bytes"
+            )
 
     def _check_writable(self, what: str) -> None:
         if self.read_only:

@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -14,7 +12,8 @@ from kvjax.storage.errors import SegmentError, StoreError, UnitError, fault
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 from kvjax.storage.manifest import Manifest, SketchEntry
-from kvjax.storage.unit_array import bytes_of_read, open_array, read_units
+from kvjax.storage.unit_array import bytes_of_read, open_array, places, read_places, units_at
+from kvjax.storage.unit_read import UnitGroup, UnitRead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,38 +41,6 @@ class BytesRead:
     payload: int = 0  # units with their checksums, and short gaps between units
     index: int = 0  # shard indexes
     sketches: int = 0
-
-
-class UnitRead:
-    """One unit that is being read."""
-
-    def __init__(self, group: "_Group", row: int) -> None:
-        self._group = group
-        self._row = row
-
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return self._group.done()
-
-    def result(self, timeout: float | None = None) -> np.ndarray:
-        """The unit [layers, heads, keys and values, tokens, head_dim].
-
-        Args:
-          timeout: seconds to wait; None waits for ever.
-
-        Returns:
-          A view into the array of all units of the same call, of the segment's dtype. It is
-          nobody else's: TensorStore does not use it any more.
-
-        Raises:
-          TimeoutError: it is not there yet.
-          UnitError: it cannot be read, or its checksum is not that of its bytes.
-        """
-        return self._group.result(self._row, timeout)
-
-    def add_done_callback(self, callback: Callable[["UnitRead"], object]) -> None:
-        """Calls back once, in any thread, when the batch it was started in has ended."""
-        self._group.add_done_callback(lambda: callback(self))
 
 
 class Segment:
@@ -144,10 +111,14 @@ class Segment:
         self._check(rows)
         if not len(rows):
             return []
-        distinct, place = np.unique(rows, axis=0, return_inverse=True)
-        self._count(distinct)
-        group = _Group(self, distinct, read_units(self._array, self.grid, distinct))
-        return [UnitRead(group, row) for row in place.reshape(-1).tolist()]
+        where, row = np.unique(places(self.grid, rows), return_inverse=True)
+        self._count(where)
+        group = UnitGroup(
+            read_places(self._array, self.grid, where),
+            (len(where), *self.unit_shape),
+            lambda row, timeout: self._read_one(where[row : row + 1], timeout),
+        )
+        return [UnitRead(group, place) for place in row.tolist()]
 
     def bytes_read(self) -> BytesRead:
         """What was read through this object so far, counted when it was asked for."""
@@ -164,21 +135,16 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read_again(self, unit: np.ndarray, timeout: float | None) -> np.ndarray:
-        """One unit on its own, to learn which of a batch failed. Blocks.
-
-        Raises:
-          TimeoutError: it takes longer than `timeout` seconds.
-          UnitError: the unit cannot be read.
-        """
-        self._count(unit[None])
-        future = read_units(self._array, self.grid, unit[None])
+    def _read_one(self, where: np.ndarray, timeout: float | None) -> np.ndarray:
+        """The unit at one place, read on its own to learn which unit of many it was that failed."""
+        self._count(where)
+        future = read_places(self._array, self.grid, where)
         try:
             data: np.ndarray = future.result(timeout=timeout)
         except TimeoutError:
             raise
         except STATUS_ERRORS as error:
-            layer, head, kind, page = unit.tolist()
+            layer, head, kind, page = units_at(self.grid, where)[0].tolist()
             found = fault(error, "reading it")
             name = (layer, head, kind, page)
             raise UnitError(self.info.key, name, found.reason, str(error)) from error
@@ -199,11 +165,8 @@ class Segment:
                 f"kind, page) is below {self.grid.units}"
             )
 
-    def _count(self, units: np.ndarray, sketches: int = 0) -> None:
-        payload, index = 0, 0
-        if len(units):
-            local = self._blobs.folder is not None
-            payload, index = bytes_of_read(self.grid, units, bridged=local)
+    def _count(self, where: np.ndarray, sketches: int = 0) -> None:
+        payload, index = bytes_of_read(self.grid, where, self._blobs.folder is not None)
         with self._lock:
             old = self._read
             self._read = BytesRead(
@@ -212,7 +175,7 @@ class Segment:
 
     def _sketch(self, entry: SketchEntry) -> np.ndarray:
         data = self._checked(f"sketches/{entry.name}", entry.sha256)
-        self._count(np.empty((0, 4), np.int32), sketches=len(data))
+        self._count(np.empty(0, np.int64), sketches=len(data))
         dtype = numpy_dtype(entry.dtype)
         if len(data) != entry.bytes:
             detail = f"sketch {entry.name!r} has {len(data)} bytes, not {entry.bytes}"
@@ -230,49 +193,3 @@ class Segment:
             detail = f"{self._prefix}{name} is not what was written"
             raise SegmentError(self.info.key, "checksum", detail)
         return data
-
-
-class _Group:
-    """The units of one read. Where it fails, each unit is asked for again on its own, once."""
-
-    def __init__(self, segment: Segment, units: np.ndarray, future: Any) -> None:
-        self._segment = segment
-        self._units = units
-        self._future = future
-        self._data: np.ndarray | None = None
-        self._failed = False
-        self._again: dict[int, np.ndarray | UnitError] = {}
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        return bool(self._future.done())
-
-    def add_done_callback(self, callback: Callable[[], object]) -> None:
-        self._future.add_done_callback(lambda _: callback())
-
-    def result(self, row: int, timeout: float | None) -> np.ndarray:
-        if self._data is None and not self._failed:
-            self._wait(timeout)
-        if self._data is not None:
-            unit: np.ndarray = self._data[row]
-            return unit
-        with self._lock:
-            if row not in self._again:
-                try:
-                    self._again[row] = self._segment.read_again(self._units[row], timeout)
-                except UnitError as error:
-                    self._again[row] = error
-        outcome = self._again[row]
-        if isinstance(outcome, UnitError):
-            raise outcome
-        return outcome
-
-    def _wait(self, timeout: float | None) -> None:
-        try:
-            data = self._future.result(timeout=timeout)
-        except TimeoutError:
-            raise
-        except STATUS_ERRORS:
-            self._failed = True
-            return
-        self._data = data.reshape(len(self._units), *self._segment.unit_shape)

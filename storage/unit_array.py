@@ -5,6 +5,7 @@ that knows the sharding codec can open it; the attributes say what a unit's elem
 """
 
 import collections
+import itertools
 import json
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvjax.storage.blobs import STATUS_ERRORS, Blobs
 from kvjax.storage.errors import fault
 from kvjax.storage.layout import Grid
 
-_SHARDS_IN_FLIGHT = 8
+_SHARDS_IN_FLIGHT = 3
 # TensorStore reads over gaps in a file up to this long rather than reading twice.
 _BRIDGED_GAP = 4095
 
@@ -84,82 +85,103 @@ def write_shards(array: Any, grid: Grid, keys: np.ndarray, values: np.ndarray) -
     Raises:
       StoreError: a shard cannot be written.
     """
-    layer_groups, head_groups, _, _ = grid.units
-    in_flight: collections.deque[Any] = collections.deque()
+    layer_groups, head_groups, kinds, pages = grid.units
+    in_flight: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
     try:
-        for layer_group in range(layer_groups):
-            for head_group in range(head_groups):
-                shard = _shard(grid, keys, values, layer_group, head_group)
-                if len(in_flight) == _SHARDS_IN_FLIGHT:
-                    in_flight.popleft().result()
-                in_flight.append(start_write(array, layer_group, head_group, shard))
+        for layer_group, head_group in itertools.product(range(layer_groups), range(head_groups)):
+            if len(in_flight) == _SHARDS_IN_FLIGHT:
+                future, shard = in_flight.popleft()
+                future.result()  # and its memory serves again: fresh pages would cost a third more
+            else:
+                shard = np.empty((pages, kinds, *grid.unit_shape), _bits(grid))
+            _fill(shard, grid, keys, values, layer_group, head_group)
+            in_flight.append((start_write(array, grid, layer_group, head_group, shard), shard))
         while in_flight:
-            in_flight.popleft().result()
+            in_flight.popleft()[0].result()
     except STATUS_ERRORS as error:
         raise fault(error, "writing units") from error
     finally:
-        for future in in_flight:
-            settle(future)
+        for future, _ in in_flight:
+            future.commit.exception()  # its outcome does not matter any more, its end does
 
 
-def start_write(array: Any, layer_group: int, head_group: int, shard: np.ndarray) -> Any:
-    """Starts to write one shard; `shard` must not change any more."""
-    part = array[layer_group, head_group]
-    return part.write(shard, can_reference_source_data_indefinitely=True)
+def start_write(
+    array: Any, grid: Grid, layer_group: int, head_group: int, shard: np.ndarray
+) -> Any:
+    """Starts to write one shard, which must not change until the future returned is done."""
+    pages, kinds = shard.shape[:2]
+    units = shard.reshape(pages, kinds, -1).view(grid.numpy_dtype)
+    return array[layer_group, head_group].write(units)
 
 
-def settle(future: Any) -> None:
-    """Waits for a write whose outcome does not matter any more."""
-    future.commit.exception()
-
-
-def read_units(array: Any, grid: Grid, units: np.ndarray) -> Any:
-    """Starts to read units [n, 4] (layer group, head group, kind, page).
-
-    Returns:
-      A future of an array [n, element of the unit].
-    """
+def places(grid: Grid, units: np.ndarray) -> np.ndarray:
+    """Where units [n, 4] stand among all units in the order of the files: int64 [n]."""
     layer_group, head_group, kind, page = units.T.astype(np.int64)
-    return array.vindex[layer_group, head_group, page, kind].read()
+    _, head_groups, kinds, pages = grid.units
+    place: np.ndarray = ((layer_group * head_groups + head_group) * pages + page) * kinds + kind
+    return place
 
 
-def bytes_of_read(grid: Grid, units: np.ndarray, bridged: bool) -> tuple[int, int]:
-    """What TensorStore reads from files for one read of distinct units: (payload, index) bytes.
+def units_at(grid: Grid, where: np.ndarray) -> np.ndarray:
+    """The units [n, 4] that stand at places [n]; undoes `places`."""
+    layer_groups, head_groups, kinds, pages = grid.units
+    split = np.unravel_index(where, (layer_groups, head_groups, pages, kinds))
+    layer_group, head_group, page, kind = split
+    return np.stack([layer_group, head_group, kind, page], axis=1)
+
+
+def read_places(array: Any, grid: Grid, where: np.ndarray) -> Any:
+    """Starts to read the units at places [n]; returns a future of an array [n, element].
+
+    One read of many units costs a third of as many reads of one, and each file's index is read
+    once for all of its units. TensorStore reads neighbours in a file with one call.
+    """
+    layer_groups, head_groups, kinds, pages = grid.units
+    index = np.unravel_index(where, (layer_groups, head_groups, pages, kinds))
+    return array.vindex[index].read()
+
+
+def bytes_of_read(grid: Grid, where: np.ndarray, bridged: bool) -> tuple[int, int]:
+    """What TensorStore reads from files for one read of units: (payload, index) bytes.
 
     The index of each shard that is touched is read once, whole. Units are read with their
     checksums.
 
     Args:
       grid: the segment's extents.
-      units: [n, 4], no two equal.
+      where: places [n], ascending, no two equal.
       bridged: whether short gaps between units are read too, as in files of this machine.
     """
-    _, head_groups, kinds, _ = grid.units
-    layer_group, head_group, kind, page = units.T.astype(np.int64)
-    shard = layer_group * head_groups + head_group
-    place = page * kinds + kind
-    order = np.lexsort((place, shard))
-    shard, place = shard[order], place[order]
-    payload = len(units) * grid.stored_unit_bytes
+    _, _, kinds, pages = grid.units
+    shard = where // (pages * kinds)
+    payload = len(where) * grid.stored_unit_bytes
     if bridged:
-        gaps = (np.diff(place) - 1) * grid.stored_unit_bytes
+        gaps = (np.diff(where) - 1) * grid.stored_unit_bytes
         payload += int(gaps[(np.diff(shard) == 0) & (gaps <= _BRIDGED_GAP)].sum())
-    return payload, len(np.unique(shard)) * grid.index_bytes
+    touched = 1 + int(np.count_nonzero(np.diff(shard))) if len(where) else 0
+    return payload, touched * grid.index_bytes
 
 
-def _shard(
-    grid: Grid, keys: np.ndarray, values: np.ndarray, layer_group: int, head_group: int
-) -> np.ndarray:
-    """The units of one shard [page, kind, element]."""
+def _fill(
+    shard: np.ndarray,
+    grid: Grid,
+    keys: np.ndarray,
+    values: np.ndarray,
+    layer_group: int,
+    head_group: int,
+) -> None:
+    """Gathers one shard's units [page, kind, layer, head, keys and values, token, channel]."""
     layers, heads = grid.layout.layers, grid.layout.heads
     block = (
         slice(layer_group * layers, (layer_group + 1) * layers),
         slice(None),
         slice(head_group * heads, (head_group + 1) * heads),
     )
-    kinds = grid.units[2]
-    shard = np.empty((grid.pages, kinds, *grid.unit_shape), grid.numpy_dtype)
     for which, source in enumerate((keys, values)):
-        kind, place = (which, 0) if kinds == 2 else (0, which)
-        shard[:, kind, :, :, place] = source[block].transpose(1, 0, 2, 3, 4)
-    return shard.reshape(grid.pages, kinds, -1)
+        kind, place = (which, 0) if grid.layout.split_kv else (0, which)
+        shard[:, kind, :, :, place] = source[block].view(_bits(grid)).transpose(1, 0, 2, 3, 4)
+
+
+def _bits(grid: Grid) -> np.dtype[Any]:
+    """The stored dtype as plain bits: NumPy copies bfloat16 number by number."""
+    return np.dtype(f"u{grid.numpy_dtype.itemsize}")

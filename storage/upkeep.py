@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from kvjax.storage.catalog import Catalog, manifest_name
 from kvjax.storage.errors import Reason, SegmentError, UnitError
 from kvjax.storage.segment import Segment
 from kvjax.storage.segment_writer import folder_age
+from kvjax.storage.unit_read import UnitRead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,17 @@ class Freed:
     bytes: int = 0  # on file systems; other stores do not say
 
 
-def verify_segment(segment: Segment) -> list[Finding]:
-    """Reads all of a segment; returns what is damaged, one finding for each group of units."""
-    key = segment.info.key
+def verify(key: str, open_segment: Callable[[str], Segment]) -> list[Finding]:
+    """Reads all of a segment; returns what is damaged, at most one finding for each shard.
+
+    Args:
+      key: the segment's.
+      open_segment: opens it, or raises SegmentError.
+    """
+    try:
+        segment = open_segment(key)
+    except SegmentError as miss:
+        return [Finding(key, "manifest", miss.reason, str(miss))]
     findings = []
     try:
         segment.sketches()
@@ -41,18 +51,22 @@ def verify_segment(segment: Segment) -> list[Finding]:
     layer_groups, head_groups, kinds, pages = segment.grid.units
     for layer_group, head_group in itertools.product(range(layer_groups), range(head_groups)):
         rows = itertools.product([layer_group], [head_group], range(kinds), range(pages))
-        reads = segment.read(np.array(list(rows), np.int32))
-        errors = []
-        for read in reads:
-            try:
-                read.result()
-            except UnitError as error:
-                errors.append(error)
+        errors = _unit_errors(segment.read(np.array(list(rows), np.int32)))
         if errors:
             part = f"units of layer group {layer_group}, head group {head_group}"
-            detail = f"{len(errors)} of {len(reads)} units; the first: {errors[0]}"
+            detail = f"{len(errors)} of {kinds * pages} units; the first: {errors[0]}"
             findings.append(Finding(key, part, errors[0].reason, detail))
     return findings
+
+
+def _unit_errors(reads: Iterable[UnitRead]) -> list[UnitError]:
+    errors = []
+    for read in reads:
+        try:
+            read.result()
+        except UnitError as error:
+            errors.append(error)
+    return errors
 
 
 def collect_garbage(blobs: Blobs, catalog: Catalog, min_age_s: float) -> Freed:
