@@ -57,7 +57,7 @@ def _decode(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: 
 
     def goes_on(carry: tuple[DecodeState, Array]) -> Array:
         state, _ = carry
-        return jnp.any(state.active) & state.reservation.ok
+        return jnp.any(state.active) & state.sound
 
     def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, out = carry
@@ -100,6 +100,7 @@ def copy_rows(state: DecodeState, rows: int) -> DecodeState:
         hidden=jnp.tile(state.hidden, (rows, 1)),
         tokens=jnp.tile(state.tokens, rows),
         finished=jnp.tile(state.finished, rows),
+        finite=jnp.tile(state.finite, rows),
     )
 
 

@@ -19,8 +19,8 @@ class CacheConfig:
     Attributes:
       page_size: tokens a page, 8 to 128.
       num_pages: pages in the pool; None makes it as large as the call needs.
-      dtype: of stored keys and values, "float32", "bfloat16" or "float16" (or "fp32", "bf16", "fp16");
-        None takes that of the model's matrices.
+      dtype: of stored keys and values, "float32", "bfloat16" or "float16" (`SHORT_DTYPES` are taken
+        too); None takes that of the model's matrices.
       attention: which attention implementation to insist on; None lets kvjax choose.
 
     Raises:

@@ -5,6 +5,7 @@ them are `ValueError`s, so callers that catch `ValueError` need not know this mo
 """
 
 import contextlib
+import math
 import numbers
 from collections.abc import Iterator
 from typing import Any
@@ -31,9 +32,10 @@ class PoolExhaustedError(KvjaxError):
         self.free = free
 
 
-def is_integer(value: object, least: int) -> bool:
+def is_integer(value: Any, least: float = -math.inf) -> bool:
     """Whether this is an integer of any type, NumPy's too, of at least `least`; `True` is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and int(value) >= least
 
 
 def check_integer(name: str, value: Any, least: int, hint: str = "") -> int:

@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
-from kvjax.models import Decoder, ModelConfig, Tokenizer
+from kvjax.models import ModelConfig, Tokenizer
 from kvjax.models.checkpoint import Checkpoint, Params, build
 from kvjax.spec import KVSpec, LayerSpec
 
@@ -26,11 +25,6 @@ class Model:
     def spec(self) -> KVSpec:
         """What one token costs this model's cache, stored in the dtype of its matrices."""
         return kv_spec(self.config, self.dtype)
-
-    def decoder(self, params: Params | None = None) -> Decoder:
-        """The decoder over `params` (traced ones inside jit), or over this model's own."""
-        merged: Decoder = nnx.merge(self.graphdef, self.params if params is None else params)
-        return merged
 
 
 def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:

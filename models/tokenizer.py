@@ -78,7 +78,7 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids; bytes that make no character become U+FFFD.
 
         Args:
@@ -157,8 +157,8 @@ class Tokenizer:
         if piece is None:
             raise ValueError(f"token id {token} is not in the vocabulary of {self.vocab_size}")
         if self._spelling[0]:
-            # Added tokens are plain text; a character outside the alphabet tells.
-            if all(character in _BYTES for character in piece):
+            # Added tokens are plain text, whatever their characters.
+            if token not in self._added and all(character in _BYTES for character in piece):
                 return bytes(_BYTES[character] for character in piece)
             return str(piece).encode()
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
@@ -192,9 +192,12 @@ class Tokenizer:
         )
 
     @functools.cached_property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        return dict(self.backend.get_added_tokens_decoder())
+
+    @functools.cached_property
     def _special(self) -> frozenset[int]:
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return frozenset(token for token, entry in self._added.items() if entry.special)
 
 
 def read_backend(text: str, source: str) -> tokenizers.Tokenizer:

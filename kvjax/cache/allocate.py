@@ -17,7 +17,8 @@ def reserve(
 
     The free pages of lowest id go to the sequences in order. If the pool cannot serve all, a block
     table is too narrow or a count out of range, nothing changes and the reservation says so; that
-    never raises inside a program (see `Reservation.check`). Reserving again what is reserved takes nothing.
+    never raises inside a program (see `Reservation.check`). Reserving again what is reserved takes
+    nothing.
 
     Args:
       cache: the cache.

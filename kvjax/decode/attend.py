@@ -52,7 +52,8 @@ def decode_attend(
         )
         out = _with_new_token(q, k, v, old.out, old.lse, config.scale(layer), config.attn_soft_cap)
         # The write must be seen to need the read's result: XLA may run an independent write first,
-        # and copies the whole pool if it does. (A row whose attention is NaN is not written.)
+        # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
+        # logits are NaN too, and end the run.)
         page, offset = slots
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))

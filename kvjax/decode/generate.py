@@ -1,20 +1,20 @@
 """`generate`: prefill and the decode loop as one jitted program."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
-from kvjax.cache import Reservation, pool_bytes
+from kvjax.cache import Reservation
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.program import compilations, compiled
-from kvjax.decode.results import FinishReason, Generation, Stats
+from kvjax.decode.meter import Meter
+from kvjax.decode.results import FinishReason, Generation
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import (
@@ -28,11 +28,15 @@ from kvjax.decode.step import (
     prefill_chunk,
     start,
 )
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.spec import KVSpec
 
 Progress = Callable[[str, float], None]
 """progress(phase, share): phases are "compile", "prefill" and "decode"; share is 0 to 1."""
+
+REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length"}
+"""The word for a row's `finished` code, once it does not run."""
 
 
 class _Result(NamedTuple):
@@ -40,6 +44,7 @@ class _Result(NamedTuple):
     finished: Int32[Array, " B"]
     counts: Int32[Array, " B"]
     reservation: Reservation
+    finite: Bool[Array, " B"]
     pages_used: Int32[Array, ""]
 
 
@@ -60,7 +65,8 @@ def generate(
 
     One program runs chunked prefill over the prompts as one ragged stream, then a
     `lax.while_loop` that ends when every row has. Shapes are bucketed, so few programs are
-    compiled; running out of pages would be a value of the program, raised here.
+    compiled; running out of pages, or of the range of a dtype, is a value of the program, raised
+    here.
 
     Args:
       model: what to run.
@@ -79,10 +85,11 @@ def generate(
 
     Raises:
       KvjaxError: an argument is not usable, or the prompts do not fit the model's context; raised
-        before anything is traced.
+        before anything is traced. After the run: a row's logits are not finite.
       PoolExhaustedError: the pool is too small; it carries the pages needed and free.
     """
-    limit = inputs.positive("max_new_tokens", max_new_tokens)
+    meter = Meter()
+    limit = check_integer("max_new_tokens", max_new_tokens, 1)
     sampling, cache = sampling or Sampling(), cache or CacheConfig()
     ids = inputs.prompt_list(model, prompts)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
@@ -106,32 +113,24 @@ def generate(
         ),
     )
     report("compile", 0.0)
-    before = compilations()
-    program, compile_seconds = compiled(_generate, (model.graphdef, shapes), *arguments)
+    program = meter.program(_generate, (model.graphdef, shapes), *arguments)
     report("compile", 1.0)
     report("decode", 0.0)
-    began = time.perf_counter()
     result: _Result = jax.device_get(program(*arguments))
-    run_seconds = time.perf_counter() - began
     report("decode", 1.0)
-    empty = jax.eval_shape(lambda: inputs.empty_cache(shapes))
-    result.reservation.check(empty)
+    result.reservation.check(jax.eval_shape(lambda: inputs.empty_cache(shapes)))
+    for row in np.flatnonzero(~result.finite):
+        raise not_finite(f"prompt {row}", model, shapes)
     rows = [result.tokens[i, : result.counts[i]].tolist() for i in range(len(ids))]
     return Generation(
         tokens=rows,
         texts=[text_of(model, row, stops) for row in rows],
-        finish_reasons=[reason(int(code)) or "length" for code in result.finished[: len(ids)]],
-        stats=Stats(
+        finish_reasons=[REASONS[int(code)] for code in result.finished[: len(ids)]],
+        stats=meter.stats(
+            shapes,
             prompt_tokens=sum(map(len, ids)),
             new_tokens=sum(map(len, rows)),
-            compile_seconds=compile_seconds,
-            run_seconds=run_seconds,
-            ttft_seconds=None,
-            compilations=compilations() - before,
             pages_used=int(result.pages_used),
-            pages_total=shapes.num_pages,
-            page_size=shapes.page_size,
-            cache_bytes=pool_bytes(empty),
         ),
     )
 
@@ -146,7 +145,7 @@ def _generate(static: tuple[Any, Shapes], params: Any, prompts: Prompts, rules: 
 
     def goes_on(carry: tuple[DecodeState, Array, Array]) -> Array:
         state, _, _ = carry
-        return jnp.any(state.active) & state.reservation.ok
+        return jnp.any(state.active) & state.sound
 
     def step(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, out, counts = carry
@@ -159,7 +158,7 @@ def _generate(static: tuple[Any, Shapes], params: Any, prompts: Prompts, rules: 
 
     state, out, counts = jax.lax.while_loop(goes_on, step, (state, out, counts))
     used = jnp.sum(state.cache.page_refs > 0, dtype=jnp.int32)
-    return _Result(out, state.finished, counts, state.reservation, used)
+    return _Result(out, state.finished, counts, state.reservation, state.finite, used)
 
 
 def prefill(decoder: Any, shapes: Shapes, prompts: Prompts, rules: Rules) -> DecodeState:
@@ -195,17 +194,26 @@ def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
 
 
 def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:
-    """The text of drawn tokens, without a final stop token."""
+    """The text of drawn tokens, without a final stop token and control tokens."""
     if model.tokenizer is None:
         return ""
     shown = tokens[:-1] if tokens and tokens[-1] in set(stops) else tokens
     return model.tokenizer.decode(list(shown))
 
 
-def reason(code: int) -> FinishReason | None:
-    """The word for a row's `finished` code; None while it runs."""
-    words: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length"}
-    return words.get(code)
+def not_finite(where: str, model: Model, shapes: Shapes) -> KvjaxError:
+    """What to raise where logits are NaN or infinite.
+
+    Args:
+      where: the prompt or the token.
+      model: whose logits they are.
+      shapes: the program's.
+    """
+    return KvjaxError(
+        f"{where}: the logits of {model.name} are not finite; its weights are {model.dtype} and "
+        f"its keys and values {shapes.spec.dtype}, which may not reach far enough: try "
+        f"CacheConfig(dtype='float32'), and load the model with dtype='float32'"
+    )
 
 
 def _silent(phase: str, share: float) -> None:

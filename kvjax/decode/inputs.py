@@ -1,7 +1,6 @@
 """From what a caller passes to what a program takes, with every check before tracing."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +11,10 @@ from jax.sharding import Sharding
 from jaxtyping import Int
 
 from kvjax.cache import PagedKVCache, init
+from kvjax.decode.program import compiled
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import Prompts
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, as_kvjax_error, is_integer
 from kvjax.model import Model
 from kvjax.models import check_tokens
 from kvjax.pallas_kernels.mosaic.layout import pool_format
@@ -32,14 +32,16 @@ def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[in
       what: its name in error messages.
 
     Raises:
-      KvjaxError: it is empty, an id is out of range, or it is text and there is no tokenizer.
+      KvjaxError: it is empty, an id is out of range (a tokenizer may have more than the model), or
+        it is text and there is no tokenizer.
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise KvjaxError(
                 f"{what} is text, but {model.name} came without a tokenizer: pass token ids"
             )
-        ids = model.tokenizer.encode(prompt)
+        with as_kvjax_error():
+            ids = _checked(model, model.tokenizer.encode(prompt), what)
     else:
         ids = _checked(model, prompt, what)
     if not ids or (isinstance(prompt, str) and not prompt):
@@ -136,39 +138,23 @@ def empty_cache(shapes: Shapes) -> PagedKVCache:
     )
 
 
-def cache_formats(shapes: Shapes, sharding: Sharding) -> Any:
-    """How the cache lies in memory between programs: pools as the kernels read them in place.
+def formats_between(state: Any, sharding: Sharding) -> Any:
+    """How a state lies in memory between programs: pools as the kernels read them in place.
 
     Args:
-      shapes: the programs'.
-      sharding: where the cache lives.
+      state: a cache or what holds one, abstract or concrete.
+      sharding: where it lives.
     """
     return jax.tree.map(
-        lambda x: pool_format(sharding) if x.ndim == 4 else Format(None, sharding),
-        jax.eval_shape(lambda: empty_cache(shapes)),
+        lambda x: pool_format(sharding) if x.ndim == 4 else Format(None, sharding), state
     )
 
 
 def placed_cache(shapes: Shapes, sharding: Sharding) -> PagedKVCache:
-    """An empty cache that outlives one program, as `cache_formats` says."""
-    return _maker(shapes, sharding)()
-
-
-@functools.lru_cache(maxsize=64)
-def _maker(shapes: Shapes, sharding: Sharding) -> Callable[[], PagedKVCache]:
-    formats = cache_formats(shapes, sharding)
-    return jax.jit(lambda: empty_cache(shapes), out_shardings=formats)
-
-
-def positive(name: str, value: int) -> int:
-    """Refuse what is not an integer of at least 1.
-
-    Raises:
-      KvjaxError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise KvjaxError(f"{name} is {value!r}: must be an integer of at least 1")
-    return value
+    """An empty cache that outlives one program, as `formats_between` says."""
+    formats = formats_between(jax.eval_shape(lambda: empty_cache(shapes)), sharding)
+    cache: PagedKVCache = compiled(empty_cache, shapes, formats=formats)[0]()
+    return cache
 
 
 def prng_key(key: jax.Array | int | None) -> jax.Array:
@@ -179,10 +165,6 @@ def prng_key(key: jax.Array | int | None) -> jax.Array:
     """
     if key is None:
         return jax.random.key(0)
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        if not 0 <= key < 2**32:
-            raise KvjaxError(f"key is {key!r}: a seed must be 0 to 2**32 - 1")
-        return jax.random.key(int(key))
     if isinstance(key, jax.Array):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if typed and key.shape == ():
@@ -190,4 +172,8 @@ def prng_key(key: jax.Array | int | None) -> jax.Array:
         if key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
             wrapped: jax.Array = jax.random.wrap_key_data(key)
             return wrapped
+    elif is_integer(key):
+        if not 0 <= key < 2**32:
+            raise KvjaxError(f"key is {key!r}: a seed must be 0 to 2**32 - 1")
+        return jax.random.key(int(key))
     raise KvjaxError(f"key is {key!r}: must be one key of jax.random.key, a seed, or None")

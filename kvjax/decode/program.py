@@ -18,6 +18,7 @@ def compiled(
     *args: Any,
     donate: tuple[int, ...] = (),
     result_as: int | None = None,
+    formats: Any = None,
 ) -> tuple[Compiled, float]:
     """The program of `function(static, *args)`, compiled now unless it was before.
 
@@ -29,6 +30,7 @@ def compiled(
       result_as: index into `args` of the pytree whose placement and layouts the result has. A
         program that hands on what it was given says so, or XLA may lay the result out anew, which
         copies it.
+      formats: the result's placement and layouts (a hashable pytree), where no argument has them.
 
     Returns:
       What to call with `args`, and the seconds compilation took in this call (0 if it is kept).
@@ -37,7 +39,7 @@ def compiled(
     before = compilations()
     began = time.perf_counter()
     abstract = tuple(_abstract(leaf) for leaf in leaves)
-    program = _compile(function, static, tree, abstract, donate, result_as)
+    program = _compile(function, static, tree, abstract, donate, result_as, formats)
     took = time.perf_counter() - began
     return program, took if compilations() > before else 0.0
 
@@ -58,7 +60,11 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-@functools.lru_cache(maxsize=64)
+KEPT_PROGRAMS = 256
+"""More than the shapes that requests of one kind come in, as `kvjax.decode.shapes` counts them."""
+
+
+@functools.lru_cache(maxsize=KEPT_PROGRAMS)
 def _compile(
     function: Callable[..., Any],
     static: Hashable,
@@ -66,11 +72,13 @@ def _compile(
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     donate: tuple[int, ...],
     result_as: int | None,
+    formats: Any,
 ) -> Compiled:
     def call(*args: Any) -> Any:
         return function(static, *args)
 
     call.__name__ = function.__name__.lstrip("_")  # the program's name in profiles
     args = jax.tree.unflatten(tree, leaves)
-    formats = None if result_as is None else jax.tree.map(lambda x: x.format, args[result_as])
+    if result_as is not None:
+        formats = jax.tree.map(lambda x: x.format, args[result_as])
     return jax.jit(call, donate_argnums=donate, out_shardings=formats).lower(*args).compile()

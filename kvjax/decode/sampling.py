@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, check_integer
 
 MIN_TEMPERATURE = 1e-6
 """Below it a draw is greedy up to rounding."""
@@ -19,7 +19,7 @@ class Sampling:
     """How tokens are drawn. The filters apply in the order of the fields.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the most likely token (and ignores the rest).
+      temperature: logits are divided by it; 0 takes the most likely token, and no filter.
       top_k: only the k most likely tokens stay; None keeps all.
       top_p: only the most likely tokens whose probabilities first sum to p stay (nucleus sampling,
         arXiv:1904.09751, section 3.1); None keeps all.
@@ -27,7 +27,7 @@ class Sampling:
         (arXiv:2407.01082, section 3); None keeps all.
 
     Raises:
-      KvjaxError: a value is out of range.
+      KvjaxError: a value is out of range, or a filter comes with temperature 0.
     """
 
     temperature: float = 0.0
@@ -42,12 +42,20 @@ class Sampling:
                 f"temperature is {heat!r}: must be 0 (greedy) or a number of at least "
                 f"{MIN_TEMPERATURE}"
             )
-        if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
-            raise KvjaxError(f"top_k is {self.top_k!r}: must be an integer of at least 1, or None")
+        if self.top_k is not None:
+            top_k = check_integer("top_k", self.top_k, 1, ", or None")
+            object.__setattr__(self, "top_k", top_k)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value <= 1):
                 raise KvjaxError(f"{name} is {value!r}: must be above 0 and at most 1, or None")
+        for name in ("top_k", "top_p", "min_p"):
+            if heat == 0 and getattr(self, name) is not None:
+                raise KvjaxError(
+                    f"{name} is {getattr(self, name)!r} and temperature is 0, which takes the "
+                    f"likeliest token in any case: give a temperature, such as 1.0, or leave out "
+                    f"{name}"
+                )
 
 
 @jax.tree_util.register_dataclass
@@ -128,9 +136,5 @@ def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
     )
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _is_number(value: object) -> bool:
-    return _is_integer(value) or isinstance(value, float | np.floating)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

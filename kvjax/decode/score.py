@@ -1,7 +1,6 @@
 """`score`: the log-probability of every token of a text, through the paged cache."""
 
 import math
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from kvjax.cache import Reservation, pool_bytes
+from kvjax.cache import Reservation
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.generate import Progress, cache_spec
-from kvjax.decode.program import compilations, compiled
-from kvjax.decode.results import Score, Stats
+from kvjax.decode.generate import Progress, cache_spec, not_finite
+from kvjax.decode.meter import Meter
+from kvjax.decode.results import Score
 from kvjax.decode.shapes import SMALLEST_CHUNK, Shapes, plan
 from kvjax.decode.step import DecodeState, Prompts, prefill_chunk, start
 from kvjax.errors import KvjaxError
@@ -54,9 +53,11 @@ def score(
       Log-probabilities, the likeliest tokens and the perplexity.
 
     Raises:
-      KvjaxError: the text is too short, or too long for the model; raised before tracing.
+      KvjaxError: the text is too short, or too long for the model; raised before tracing. After
+        the run: logits are not finite.
       PoolExhaustedError: the pool is too small.
     """
+    meter = Meter()
     cache = cache or CacheConfig()
     ids = inputs.token_ids(model, text, "text")
     if len(ids) < 2:
@@ -71,34 +72,24 @@ def score(
     )
     report = progress or (lambda phase, share: None)
     arguments = (model.params, inputs.flat_prompts([ids], shapes))
-    before = compilations()
     report("compile", 0.0)
-    program, compile_seconds = compiled(_score, (model.graphdef, shapes), *arguments)
+    program = meter.program(_score, (model.graphdef, shapes), *arguments)
     report("compile", 1.0)
     report("prefill", 0.0)
-    began = time.perf_counter()
     result: _Result = jax.device_get(program(*arguments))
-    run_seconds = time.perf_counter() - began
     report("prefill", 1.0)
-    empty = jax.eval_shape(lambda: inputs.empty_cache(shapes))
-    result.reservation.check(empty)
+    result.reservation.check(jax.eval_shape(lambda: inputs.empty_cache(shapes)))
     logprobs = [float(x) for x in result.logprobs[: len(ids) - 1]]
+    for index, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob):
+            raise not_finite(f"text, after token {index}", model, shapes)
     return Score(
         tokens=ids,
         logprobs=[None, *logprobs],
         top_tokens=[None, *(int(t) for t in result.top[: len(ids) - 1])],
         perplexity=math.exp(-math.fsum(logprobs) / len(logprobs)),
-        stats=Stats(
-            prompt_tokens=len(ids),
-            new_tokens=0,
-            compile_seconds=compile_seconds,
-            run_seconds=run_seconds,
-            ttft_seconds=None,
-            compilations=compilations() - before,
-            pages_used=int(result.pages_used),
-            pages_total=shapes.num_pages,
-            page_size=shapes.page_size,
-            cache_bytes=pool_bytes(empty),
+        stats=meter.stats(
+            shapes, prompt_tokens=len(ids), new_tokens=0, pages_used=int(result.pages_used)
         ),
     )
 

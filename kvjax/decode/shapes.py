@@ -1,7 +1,9 @@
 """Bucketed shapes: how many tokens, pages and rows a program is made for.
 
-Programs are compiled for shapes. Rounding them up to a few sizes bounds how many are ever
-compiled: for one model, page size and sampler, at most a few dozen whatever is asked of it.
+Programs are compiled for shapes. Rounding them up bounds how many are ever compiled. For one model,
+page size, sampler and `max_new_tokens`, single prompts of up to 8 K tokens need at most 40 shapes,
+batches of up to eight prompts of 2 K tokens at most 160. The number of tokens to draw counts by its
+power of two; `stream`, which has no room for output, only by the pages it adds.
 """
 
 import dataclasses
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
-from kvjax.errors import KvjaxError, PoolExhaustedError
+from kvjax.errors import KvjaxError, PoolExhaustedError, is_integer
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
 from kvjax.spec import KVSpec, pages_for
@@ -17,8 +19,8 @@ from kvjax.spec import KVSpec, pages_for
 SMALLEST_CHUNK = 16
 """Tokens of the smallest prefill chunk."""
 
-FINE_STEP = 32
-"""Chunks above 256 tokens come in multiples of this many."""
+ROUGH = 256
+"""Chunks of up to so many tokens are powers of two; larger ones come in eighths of one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Shapes:
     spec: KVSpec
     batch: int  # rows, a power of two
     chunk: int  # tokens a prefill chunk
-    chunks: int  # chunks the token stream has room for, a power of two
+    chunks: int  # chunks the token stream has room for: what fits the pages needed
     num_pages: int
-    max_pages: int  # a row's block table
+    max_pages: int  # a row's block table, a power of two
     page_size: int
-    room: int  # tokens the output has room for, a power of two
+    room: int  # tokens the output has room for, a power of four
     attention: Implementation | None
 
 
@@ -52,20 +54,21 @@ def half_step(n: int) -> int:
 
 
 def chunk_size(tokens: int, most: int) -> int:
-    """Tokens a prefill chunk should have, so that the last one is nearly full.
+    """Tokens a prefill chunk should have: as many as allowed, unless the last would be too empty.
 
     Args:
       tokens: of all prompts together, at least 1.
       most: the largest chunk allowed.
 
-    >>> [chunk_size(n, 512) for n in (5, 100, 512, 600, 4100)]
-    [16, 128, 512, 320, 480]
+    >>> [chunk_size(n, 512) for n in (5, 100, 512, 600, 1400, 4100)]
+    [16, 128, 512, 320, 512, 512]
     """
     count = -(-tokens // most)
+    if 8 * count * most <= 9 * tokens:
+        return most
     even = max(-(-tokens // count), SMALLEST_CHUNK)
-    if even <= 256:
-        return min(power_of_two(even), most)
-    return min(-(-even // FINE_STEP) * FINE_STEP, most)
+    step = power_of_two(even) // (1 if even <= ROUGH else 8)
+    return min(-(-even // step) * step, most)
 
 
 def plan(
@@ -93,8 +96,7 @@ def plan(
         would be larger than programs can index.
       PoolExhaustedError: they do not fit the pool.
     """
-    whole = isinstance(prefill_chunk, int) and not isinstance(prefill_chunk, bool)
-    if not whole or prefill_chunk < 1 or prefill_chunk % SMALLEST_CHUNK:
+    if not is_integer(prefill_chunk, SMALLEST_CHUNK) or prefill_chunk % SMALLEST_CHUNK:
         raise KvjaxError(
             f"prefill_chunk is {prefill_chunk!r}: must be a multiple of {SMALLEST_CHUNK} tokens"
         )
@@ -112,19 +114,19 @@ def plan(
             needed=sum(held),
             free=cache.num_pages,
         )
-    num_pages = cache.num_pages or half_step(sum(held))
+    pages = half_step(sum(held))
+    num_pages = cache.num_pages or pages
     check_pools(spec, num_pages, size)
-    total = sum(lengths)
-    chunk = chunk_size(total, prefill_chunk)
+    chunk = chunk_size(sum(lengths), int(prefill_chunk))
     return Shapes(
         spec=spec,
         batch=power_of_two(len(lengths)),
         chunk=chunk,
-        chunks=power_of_two(-(-total // chunk)),
+        chunks=-(-pages * size // chunk),
         num_pages=num_pages,
-        max_pages=half_step(max(held)),
+        max_pages=power_of_two(max(held)),
         page_size=size,
-        room=power_of_two(max(new_tokens, SMALLEST_CHUNK)),
+        room=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
         attention=cache.attention,
     )
 

@@ -51,11 +51,17 @@ class DecodeState:
     finished: Int32[Array, " B"]  # RUNNING, STOPPED or FULL
     step: Int32[Array, ""]  # tokens drawn so far, a running row
     reservation: Reservation  # the last one; once it failed, nothing goes on
+    finite: Bool[Array, " B"]  # whether a row's logits were all finite; if not, nothing goes on
 
     @property
     def active(self) -> Bool[Array, " B"]:
         """Rows that draw on."""
         return self.finished == RUNNING
+
+    @property
+    def sound(self) -> Bool[Array, ""]:
+        """Nothing went wrong so far."""
+        return self.reservation.ok & jnp.all(self.finite)
 
 
 def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeState:
@@ -74,6 +80,7 @@ def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> 
         finished=jnp.where(limits > 0, RUNNING, FULL).astype(jnp.int32),
         step=zero,
         reservation=Reservation(jnp.bool_(True), needed=zero, free=zero, longest=zero, wrong=zero),
+        finite=jnp.ones((cache.batch,), jnp.bool_),
     )
 
 
@@ -124,13 +131,17 @@ def draw(decoder: Decoder, state: DecodeState, rules: Rules) -> DecodeState:
       state: after prefill or a decode step.
       rules: how to draw and when to end.
     """
-    drawn = rules.sampler(decoder.logits(state.hidden), rules.key, state.step)
+    logits = decoder.logits(state.hidden)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~state.active
+    drawn = rules.sampler(logits, rules.key, state.step)
     tokens = jnp.where(state.active, drawn, state.tokens)
     step = state.step + 1
     stop = jnp.any(tokens[:, None] == rules.stop_tokens[None, :], axis=1)
     ended = jnp.where(stop, STOPPED, jnp.where(step >= rules.limits, FULL, RUNNING))
     finished = jnp.where(state.active, ended, state.finished).astype(jnp.int32)
-    return dataclasses.replace(state, tokens=tokens, finished=finished, step=step)
+    return dataclasses.replace(
+        state, tokens=tokens, finished=finished, step=step, finite=state.finite & finite
+    )
 
 
 def decode_step(

@@ -1,5 +1,6 @@
 """`stream`: the same chunks and steps as `generate`, a program each, so tokens come as drawn."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,17 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
-from kvjax.cache import pool_bytes
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.generate import Progress, cache_spec, reason
-from kvjax.decode.program import compilations, compiled
-from kvjax.decode.results import Stats, StreamEvent
+from kvjax.decode.generate import REASONS, Progress, cache_spec, not_finite
+from kvjax.decode.meter import Meter
+from kvjax.decode.results import StreamEvent
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import DecodeState, Prompts, Rules, decode_step, draw, prefill_chunk, start
+from kvjax.errors import check_integer
 from kvjax.model import Model
 from kvjax.models.tokenizer import StreamDecoder
 
@@ -59,7 +60,8 @@ def stream(
       KvjaxError: as for `generate`.
       PoolExhaustedError: as for `generate`.
     """
-    limit = inputs.positive("max_new_tokens", max_new_tokens)
+    began = time.perf_counter()
+    limit = check_integer("max_new_tokens", max_new_tokens, 1)
     sampling, cache = sampling or Sampling(), cache or CacheConfig()
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
@@ -71,13 +73,17 @@ def stream(
         prefill_chunk=prefill_chunk,
         cache=cache,
     )
+    shapes = dataclasses.replace(shapes, room=1)  # tokens are given, not gathered
     rules = Rules(
         sampler=make_sampler(sampling, model.config.vocab_size),
         key=inputs.prng_key(key),
         stop_tokens=inputs.padded_stops(stops),
         limits=inputs.row_limits(1, limit, shapes.batch),
     )
-    return _events(model, ids, stops, shapes, rules, progress or (lambda phase, share: None))
+    report = progress or (lambda phase, share: None)
+    # What passes until the first event is asked for is not ours.
+    spent = time.perf_counter() - began
+    return _events(model, ids, stops, shapes, rules, report, spent)
 
 
 def _events(
@@ -87,28 +93,27 @@ def _events(
     shapes: Shapes,
     rules: Rules,
     progress: Progress,
+    spent: float,
 ) -> Iterator[StreamEvent]:
-    before = compilations()
+    meter = Meter(spent)
     static = (model.graphdef, shapes)
     prompts = inputs.flat_prompts([ids], shapes)
-    sharding = jax.tree.leaves(model.params)[0].sharding
-    cache = inputs.placed_cache(shapes, sharding)
-    state = start(cache, model.config.hidden_size, rules.limits)
     progress("compile", 0.0)
-    index = jnp.int32(0)
-    first, first_seconds = compiled(
-        _prefill_chunk, static, model.params, state, prompts, index, donate=(1,), result_as=1
+    empty = (model.config.hidden_size, shapes)
+    sharding = jax.tree.leaves(model.params)[0].sharding
+    formats = inputs.formats_between(
+        jax.eval_shape(lambda limits: _start(empty, limits), rules.limits), sharding
+    )
+    state = meter.program(_start, empty, rules.limits, formats=formats)(rules.limits)
+    in_place: dict[str, Any] = {"donate": (1,), "result_as": 1}
+    first = meter.program(
+        _prefill_chunk, static, model.params, state, prompts, jnp.int32(0), **in_place
     )
     progress("compile", 0.5)
-    opening, opening_seconds = compiled(
-        _draw, static, model.params, state, rules, donate=(1,), result_as=1
-    )
-    step, step_seconds = compiled(
-        _step, static, model.params, state, rules, donate=(1,), result_as=1
-    )
+    opening = meter.program(_draw, static, model.params, state, rules, **in_place)
+    step = meter.program(_step, static, model.params, state, rules, **in_place)
     progress("compile", 1.0)
 
-    began = time.perf_counter()
     chunks = -(-len(ids) // shapes.chunk)
     for chunk in range(chunks):
         state = first(model.params, state, prompts, jnp.int32(chunk))
@@ -119,10 +124,15 @@ def _events(
     drawn = 0
     ttft = None
     while True:
-        token, code = int(state.tokens[0]), reason(int(state.finished[0]))
-        state.reservation.check(state.cache)
+        tokens, finished, reservation, finite = jax.device_get(
+            (state.tokens, state.finished, state.reservation, state.finite)
+        )
+        reservation.check(state.cache)
+        if not finite.all():
+            raise not_finite("prompt", model, shapes)
         if ttft is None:
-            ttft = time.perf_counter() - began
+            ttft = meter.seconds
+        token, code = int(tokens[0]), REASONS.get(int(finished[0]))
         drawn += 1
         text = ""
         if detokenizer is not None:
@@ -132,19 +142,19 @@ def _events(
             break
         yield StreamEvent(token, text, None, None)
         state = step(model.params, state, rules)
-    stats = Stats(
+    stats = meter.stats(
+        shapes,
         prompt_tokens=len(ids),
         new_tokens=drawn,
-        compile_seconds=first_seconds + opening_seconds + step_seconds,
-        run_seconds=time.perf_counter() - began,
-        ttft_seconds=ttft,
-        compilations=compilations() - before,
         pages_used=shapes.num_pages - int(state.cache.pages_free),
-        pages_total=shapes.num_pages,
-        page_size=shapes.page_size,
-        cache_bytes=pool_bytes(state.cache),
+        ttft_seconds=ttft,
     )
     yield StreamEvent(token, text, code, stats)
+
+
+def _start(empty: tuple[int, Shapes], limits: Int32[Array, " B"]) -> DecodeState:
+    hidden_size, shapes = empty
+    return start(inputs.empty_cache(shapes), hidden_size, limits)
 
 
 def _prefill_chunk(

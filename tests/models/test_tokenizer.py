@@ -103,9 +103,17 @@ def test_bytes_that_make_no_character_become_replacements(bytewise):
 def test_special_tokens_can_be_left_out(bytewise):
     ids = bytewise.encode("a<end>b<fin→>")
     assert len(ids) == 4
-    assert bytewise.decode(ids) == "a<end>b<fin→>"
-    assert bytewise.decode(ids, skip_special=True) == "ab"
+    assert bytewise.decode(ids, skip_special=False) == "a<end>b<fin→>"
+    assert bytewise.decode(ids) == "ab"
     assert "".join(map(StreamDecoder(bytewise).step, ids)) == "ab"
+
+
+def test_added_tokens_are_plain_text_whatever_their_characters(bytewise):
+    """Letters that byte-level vocabularies spell bytes with are no such spelling there."""
+    backend = tokenizers.Tokenizer.from_str(bytewise.backend.to_str())
+    backend.add_tokens(["café§"])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decode(tokenizer.encode("a café§ é")) == "a café§ é"
 
 
 def test_wrong_input_is_told(bytewise):

@@ -148,20 +148,35 @@ def test_one_bad_prompt_of_several_is_named(tiny):
     assert (error.needed, error.free) == (4, 3)
 
 
-def test_empty_text_is_refused_by_name():
-    """Even where the tokenizer would make a token of nothing."""
+@pytest.fixture(scope="module")
+def named():
+    """A model with a tokenizer that knows more tokens than the model."""
 
     class Tokenizer:
         eos_ids = frozenset()
 
         def encode(self, text):
+            if text == "\udc80":
+                raise ValueError("is not a character")
             return [1, *text.encode()]
 
     named = model()
     object.__setattr__(named, "tokenizer", Tokenizer())
+    return named
+
+
+def test_empty_text_is_refused_by_name(named):
+    """Even where the tokenizer would make a token of nothing."""
     for entry in ENTRIES.values():
         refused(functools.partial(entry, named, ""), "is empty: give at least one token")
     refused(lambda: score(named, [5]), "text has 1 token: scoring needs at least 2")
+
+
+@every_entry
+def test_a_tokenizer_may_know_more_than_the_model(named, entry):
+    """Added tokens beyond the embedding would be read as its last row."""
+    refused(lambda: entry(named, "\x01a"), "token id 97 at index 2 is outside the vocabulary")
+    refused(lambda: entry(named, "\udc80"), "is not a character")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +196,9 @@ def test_empty_text_is_refused_by_name():
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"min_p": 0.0}, r"min_p is 0\.0"),
         ({"min_p": "x"}, "min_p is 'x'"),
+        ({"top_k": 5}, "top_k is 5 and temperature is 0, which takes the likeliest token"),
+        ({"top_p": 0.9}, r"top_p is 0\.9 and temperature is 0"),
+        ({"min_p": 0.1}, r"min_p is 0\.1 and temperature is 0"),
     ],
     ids=str,
 )

@@ -3,11 +3,12 @@
 import itertools
 
 import jax
+import numpy as np
 import pytest
 
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, generate, score, stream
-from kvjax.decode.program import compilations
+from kvjax.decode.program import KEPT_PROGRAMS, compilations
 from kvjax.decode.shapes import plan
 from kvjax.model import from_checkpoint, kv_spec
 from kvjax.models import random_checkpoint
@@ -24,13 +25,13 @@ def planned(lengths, new_tokens=64, most=512, **cache):
 
 
 def test_few_programs_serve_every_length():
-    """Of prompts up to 600 tokens, up to 128 K, and of batches."""
-    assert len({planned([n]) for n in range(1, 601)}) <= 24
-    assert len({planned([n], new_tokens=0) for n in range(2, 601)}) <= 20
-    grown = {planned([n]) for n in range(1, 131_073, 37)}
-    assert len(grown) <= 60
-    mixed = {planned([a, b]) for a, b in itertools.product(range(1, 301, 7), repeat=2)}
-    assert len(mixed) <= 32
+    """Of one prompt and of batches: what the module says, and what fits the kept programs."""
+    assert len({planned([n]) for n in range(1, 8193)}) <= 40
+    assert len({planned([n], new_tokens=0) for n in range(2, 8193)}) <= 40
+    assert len({planned([n]) for n in range(1, 131_073, 37)}) <= 48
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(1, 2049, rng.integers(1, 9)).tolist() for _ in range(3000)]
+    assert len({planned(batch) for batch in batches}) <= 160 < KEPT_PROGRAMS
 
 
 @pytest.mark.parametrize("most", [16, 48, 512, 4096])
@@ -48,7 +49,7 @@ def test_shapes_have_room_and_little_too_much(most, size):
             chunks = -(-total // shapes.chunk)  # those that are run
             assert chunks == -(-total // most)
             assert shapes.num_pages >= sum(pages) > shapes.num_pages * 2 // 3 - 1
-            assert shapes.max_pages >= max(pages) > shapes.max_pages * 2 // 3 - 1
+            assert shapes.max_pages >= max(pages) > shapes.max_pages // 2
             assert shapes.room >= new
 
 
@@ -86,7 +87,7 @@ def test_one_bucket_is_compiled_once():
 
     assert compiles(all_greedy) == 0
     assert compiles(all_drawn) <= 1
-    assert compiles(streamed) <= 3  # a chunk, the opening draw, a step
+    assert compiles(streamed) <= 4  # the empty pools, a chunk, the opening draw, a step
     assert compiles(scored) <= 1
     assert compiles(lambda: (all_greedy(), all_drawn(), streamed(), scored())) == 0
 

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
+import kvjax
 from kvjax.config import CacheConfig
 from kvjax.decode import Generation, Sampling, generate, stream
-from tests.kvjax.decode.tiny import model, no_cache_logits, prompt
+from tests.kvjax.decode.tiny import VOCAB, model, no_cache_logits, prompt
 
 PROMPTS = [prompt(n, n) for n in (3, 40, 17)]
 NEW = 12
@@ -135,6 +138,25 @@ def test_end_of_sequence():
     result = generate(named, [text], max_new_tokens=NEW, stop_at_eos=False)
     assert (result.tokens, result.finish_reasons) == ([row], ["length"])
     assert result.texts == [Tokenizer([]).decode(row)]
+
+
+def test_control_tokens_are_left_out_of_text_however_it_comes():
+    """Of one that is drawn on the way, too."""
+    row = greedy().tokens[0]
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    pieces[row[3]] = "<end>"
+    backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    named = model("mistral")
+    object.__setattr__(
+        named, "tokenizer", kvjax.models.Tokenizer(backend, eos_ids=frozenset({row[3]}))
+    )
+    options = {"max_new_tokens": NEW, "stop_at_eos": False}
+    (text,) = generate(named, PROMPTS[0], **options).texts
+    assert text == "".join(event.text for event in stream(named, PROMPTS[0], **options))
+    assert "end" not in text
+    assert named.tokenizer.decode(row) == text
 
 
 def test_seeds_reproduce():

@@ -6,16 +6,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from kvjax import cache as paged
 from kvjax.cache import gather, init
-from kvjax.decode import Sampling, generate
+from kvjax.config import CacheConfig
+from kvjax.decode import Sampling, generate, score, stream
 from kvjax.decode.attend import chunk_attend
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.step import FULL, RUNNING, DecodeState, Rules, decode_step, start
+from kvjax.errors import KvjaxError
+from kvjax.model import from_checkpoint
+from kvjax.models import random_checkpoint
 from tests.kvjax.cache.plain import assert_same, poisoned
-from tests.kvjax.decode.tiny import VOCAB, model, no_cache_logits, prompt
+from tests.kvjax.decode.tiny import CONFIGS, VOCAB, model, no_cache_logits, prompt
 
 SIZE = 16
 
@@ -138,7 +143,9 @@ def test_a_damaged_sequence_stays_alone():
     pools = [p.at[mine].set(jnp.nan, mode="drop") for p in (*cache.k_pages, *cache.v_pages)]
     damaged = dataclasses.replace(cache, k_pages=tuple(pools[:2]), v_pages=tuple(pools[2:]))
     _, whole = runs()[1](tiny().params, decoding(cache, [7] * 5, [True] * 5))
-    _, torn = runs()[1](tiny().params, decoding(damaged, [7] * 5, [True] * 5))
+    state, torn = runs()[1](tiny().params, decoding(damaged, [7] * 5, [True] * 5))
+    assert state.finite.tolist() == [True, False, True, True, True]
+    assert not bool(state.sound)
     others = np.asarray([0, 2, 3, 4])
     close(np.asarray(torn)[others], np.asarray(whole)[others])
     assert np.isnan(torn[1]).all()
@@ -161,3 +168,23 @@ def test_a_step_without_a_free_page_loses_nothing():
     assert bool(state.reservation.ok)  # all who run have an open page
     for row in (0, 2, 3, 4):
         close(logits[row], no_cache_logits(tiny(), [*rows[row], 7])[-1])
+
+
+def test_keys_that_overflow_the_cache_are_an_error_and_no_text():
+    """The likeliest of NaN logits is token 0, and so are all that follow: a fluent-looking nothing.
+    Every entry says which prompt it was; with a wider cache the same model runs."""
+    checkpoint = random_checkpoint(CONFIGS["llama"], seed=7)
+    for name, weight in checkpoint.weights.items():
+        if ".attention.k." in name:
+            weight *= 1e6
+    hot, half = from_checkpoint(checkpoint, name="hot"), CacheConfig(dtype="float16")
+    ids = prompt(20)
+    for where, call in {
+        "prompt 0": lambda: generate(hot, [ids, ids[:3]], max_new_tokens=16, cache=half),
+        "prompt": lambda: list(stream(hot, ids, max_new_tokens=16, cache=half)),
+        "text, after token 0": lambda: score(hot, ids, cache=half),
+    }.items():
+        message = f"^{where}: the logits of hot are not finite.*float16.*CacheConfig"
+        with pytest.raises(KvjaxError, match=message):
+            call()
+    assert len(generate(hot, ids, max_new_tokens=16).tokens[0]) == 16

@@ -1,6 +1,5 @@
 """`generate` and `stream` compiled whole for a TPU, on a machine that has none."""
 
-import dataclasses
 import re
 
 import jax
@@ -95,9 +94,7 @@ def test_the_programs_of_a_stream_hand_pools_on_without_a_copy(there, head_dim, 
     call = Call(head_dim)
     cache = jax.eval_shape(lambda: inputs.empty_cache(call.shapes))
     state = jax.eval_shape(lambda cache: start(cache, call.hidden_size, call.rules.limits), cache)
-    state = dataclasses.replace(
-        on(there, state), cache=on(inputs.cache_formats(call.shapes, there), cache)
-    )
+    state = on(inputs.formats_between(state, there), state)
     rest = (call.prompts, jnp.int32(0)) if name == "prefill_chunk" else (call.rules,)
     function = {"prefill_chunk": _prefill_chunk, "draw": _draw, "step": _step}[name]
     with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
