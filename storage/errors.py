@@ -8,6 +8,8 @@ import errno
 import re
 from typing import Literal, get_args
 
+import numpy as np
+
 Reason = Literal["absent", "torn", "checksum", "foreign", "tokens differ", "version", "io"]
 """Why stored data was not used.
 
@@ -85,6 +87,24 @@ class UnitError(OSError):
         self.key = key
         self.unit = unit
         self.reason: Reason = reason
+
+
+class ReadFailedError(OSError):
+    """Units that are needed could not be read.
+
+    Attributes:
+      reason: "timeout" if a read did not return in time, "error" if it raised, "closed".
+      units: int32 [m, 4], the units that are missing.
+    """
+
+    def __init__(self, reason: str, units: np.ndarray, detail: str) -> None:
+        self.reason = reason
+        self.units = units
+        first = units[0].tolist() if len(units) else None
+        super().__init__(
+            f"{len(units)} units could not be read ({reason}), the first "
+            f"[layer group, head group, kind, page] = {first}: {detail}"
+        )
 
 
 def fault(error: BaseException, doing: str) -> StoreError:

@@ -14,83 +14,15 @@ from types import TracebackType
 
 import numpy as np
 
-from kvjax.storage.read_queue import Flight, Read, ReadQueue
+from kvjax.storage.errors import ReadFailedError
+from kvjax.storage.flights import Flight, Read
+from kvjax.storage.read_counts import ReadCounts
+from kvjax.storage.read_queue import ReadQueue
 from kvjax.storage.tiers import Tiers
 from kvjax.storage.units import UnitId, pack_units
 
 _SHARE_FOR_SPECULATION = 0.25
 """The part of the timeout after which a demand no longer trusts a speculative read it joined."""
-
-
-class ReadFailedError(OSError):
-    """Units that are needed could not be read.
-
-    Attributes:
-      reason: "timeout" if a read did not return in time, "error" if it raised, "closed".
-      units: int32 [m, 4], the units that are missing.
-    """
-
-    def __init__(self, reason: str, units: np.ndarray, detail: str) -> None:
-        self.reason = reason
-        self.units = units
-        first = units[0].tolist() if len(units) else None
-        super().__init__(
-            f"{len(units)} units could not be read ({reason}), the first "
-            f"[layer group, head group, kind, page] = {first}: {detail}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadCounts:
-    """What requests needed and what was read for them, in units unless another one is named.
-
-    When nothing is left under way (after `Prefetcher.finish_request`), two sums are exact:
-    `needed == device_hits + host_hits + prefetched + demanded + shared`, and
-    `issued == prefetched + demanded + wasted + abandoned + failed`.
-    """
-
-    unit_bytes: int  # bytes of one unit
-    needed: int = 0  # handed out by `collect`
-    device_hits: int = 0  # of these, from device memory
-    host_hits: int = 0  # from host memory
-    prefetched: int = 0  # from a read that began before the unit was demanded
-    demanded: int = 0  # from a read that began because of the demand
-    shared: int = 0  # from a read that had served another ticket before
-    issued: int = 0  # reads started
-    batches: int = 0  # calls of `read`
-    wasted: int = 0  # speculative reads that nobody used
-    abandoned: int = 0  # demanded reads that nobody used: cancelled, or a neighbour failed
-    failed: int = 0  # reads that raised, or were given up as late
-    retried: int = 0  # demanded again after that
-    dropped: int = 0  # speculation beyond the bound, never queued
-    wait_s: float = 0.0  # seconds that `collect` waited for reads
-    read_s: float = 0.0  # seconds in which at least one read was under way
-
-    def __add__(self, other: "ReadCounts") -> "ReadCounts":
-        """The counts of both; their units are of the same size."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "unit_bytes"]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return dataclasses.replace(self, **sums)
-
-    @property
-    def misses(self) -> int:
-        """Units needed that no tier had."""
-        return self.needed - self.device_hits - self.host_hits
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes handed out by `collect`."""
-        return self.needed * self.unit_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that reads were started for."""
-        return self.issued * self.unit_bytes
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes of speculative reads that nobody used."""
-        return self.wasted * self.unit_bytes
 
 
 @dataclasses.dataclass
@@ -319,11 +251,13 @@ class Prefetcher:
         shape, dtype = self._tiers.unit_shape, self._tiers.dtype
         pending: Sequence[int] = range(len(asked.flights))
         retried: set[int] = set()
+        trust_s = self._timeout_s * _SHARE_FOR_SPECULATION
         while pending:
             lost, errors = [], []
-            for index in pending:
-                flight = asked.flights[index]
-                brought = self._queue.wait(flight, self._patience(flight, deadline))
+            flights = [asked.flights[index] for index in pending]
+            for index, brought in zip(
+                pending, self._queue.wait(flights, deadline, trust_s), strict=True
+            ):
                 fits = isinstance(brought, np.ndarray) and brought.shape == shape
                 if fits and brought.dtype == dtype:
                     out[asked.misses[index]] = brought
@@ -348,13 +282,6 @@ class Prefetcher:
                 for index, flight in zip(lost, fresh, strict=True):
                     asked.flights[index] = flight
             pending = lost
-
-    def _patience(self, flight: Flight, deadline: float) -> float:
-        """Until when to wait for a flight: a speculative read may be late without harm."""
-        since = self._queue.under_way_since(flight) if flight.speculative else None
-        if since is None:
-            return deadline
-        return min(deadline, since + self._timeout_s * _SHARE_FOR_SPECULATION)
 
     def _let_go(self, asked: _Ticket) -> None:
         self._tiers.unpin([asked.ids[place] for place in asked.hits])

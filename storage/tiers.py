@@ -77,6 +77,7 @@ class Tiers:
         on_device, on_host = device_bytes // self.unit_bytes, host_bytes // self.unit_bytes
         self._device = _Tier(0, on_device)
         self._host = _Tier(on_device, on_host)
+        self._order = [tier for tier in (self._device, self._host) if tier.capacity]
         self._arena = np.empty((on_device + on_host, self.unit_bytes), np.uint8)
         self._lock = threading.Lock()
         self._stamps = itertools.count()
@@ -192,11 +193,13 @@ class Tiers:
                 f"data is {data.dtype}{list(data.shape)}; "
                 f"units here are {self.dtype}{list(self.unit_shape)}"
             )
+        if not len(self._arena):
+            return
         as_bytes = self._bytes_of(data)
         with self._lock:
             for unit, place in zip(units, places, strict=True):
                 self._policy.loaded(unit)
-                if self._tier_of(unit) is None:
+                if unit not in self._host.slots and unit not in self._device.slots:
                     kept = self._place(unit, self._rank(unit), as_bytes[place])
                     self._counts["refused"] += not kept
                 else:
@@ -266,7 +269,7 @@ class Tiers:
           Whether the unit itself is kept.
         """
         newcomer, kept = unit, False
-        for tier in (self._device, self._host):
+        for tier in self._order:
             lowest = None
             if not tier.free:
                 lowest = tier.ranking.lowest()

@@ -15,6 +15,7 @@ UnitId = int
 
 _FIELDS = (("layer group", 10), ("head group", 10), ("kind", 1), ("page", 22))  # name, bits
 _SHIFTS = (33, 23, 22, 0)
+_WEIGHTS = np.array([1 << shift for shift in _SHIFTS])
 _LIMITS = np.array([1 << bits for _, bits in _FIELDS], np.int64)
 _SEGMENT_SHIFT = 43
 
@@ -49,7 +50,7 @@ def pack_units(segment: int, units: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"units[{row}] names {name} {units[row, field]}; allowed: 0 to {(1 << bits) - 1}"
         )
-    packed: np.ndarray = (wide << np.array(_SHIFTS)).sum(axis=1) + (segment << _SEGMENT_SHIFT)
+    packed: np.ndarray = wide @ _WEIGHTS + (segment << _SEGMENT_SHIFT)
     return packed
 
 

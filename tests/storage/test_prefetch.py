@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru
-from kvjax.storage.prefetch import ReadCounts
+from kvjax.storage.read_counts import ReadCounts
 from tests.storage.fake_reader import DTYPE, SHAPE, UNIT_BYTES, contents, pages, rows
 
 BATCH = (1 << 18) // UNIT_BYTES  # units that speculation reads at once

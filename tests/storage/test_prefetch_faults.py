@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from kvjax.storage.prefetch import Prefetcher, ReadFailedError
+from kvjax.storage.errors import ReadFailedError
+from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.tiers import Tiers
 from tests.storage.fake_reader import DTYPE, SHAPE, UNIT_BYTES, contents, pages
-from tests.storage.test_prefetch import check_sums, read_by, until
+from tests.storage.test_prefetch import BATCH, check_sums, read_by, until
 
 
 def collect(prefetcher, units):
@@ -133,6 +134,37 @@ def test_a_reader_that_gives_too_few_futures(make, reader):
     prefetcher = make(read=lambda units: reader(units)[1:])
     with pytest.raises(ReadFailedError, match="2 futures for 3 units"):
         collect(prefetcher, pages(1, 2, 3))
+
+
+def test_a_reader_whose_futures_cannot_be_watched(make, reader):
+    """Neither is that the end of a thread."""
+
+    class Bare:
+        def done(self):
+            return True
+
+        def result(self, timeout=None):
+            return 0
+
+    prefetcher = make(read=lambda units: [Bare() for _ in units])
+    for _ in range(10):
+        with pytest.raises(ReadFailedError, match="add_done_callback"):
+            collect(prefetcher, pages(1))
+
+
+def test_parts_of_a_guess_do_not_wait_for_one_that_is_stuck(make, reader):
+    leave = threading.Event()
+
+    def stuck(units):
+        futures = reader(units)
+        if units[0, 3] == 0:
+            leave.wait(20)
+        return futures
+
+    prefetcher = make(read=stuck, threads=2)
+    prefetcher.issue(pages(*range(2 * BATCH)), demand=False)
+    assert sorted(call[0, 3] for call in reader.wait_for_calls(2)) == [0, BATCH]
+    leave.set()
 
 
 FAULTS = {
