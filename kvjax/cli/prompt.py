@@ -3,14 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.model import Model
+from kvjax.errors import KvjaxError, as_kvjax_error
+from kvjax.model import Model
 
 FromFile = Annotated[
     Path | None,
@@ -79,21 +77,33 @@ def read_tokens(path: Path) -> list[int]:
     return ids
 
 
-def as_chat(model: "Model", text: str, system: str | None) -> str:
+def as_chat(model: Model, text: str, system: str | None) -> str:
     """The text as a conversation's first turn, in the model's own chat template.
 
     Raises:
-      KvjaxError: the model has none.
+      KvjaxError: the model has none, or it refuses the turns.
     """
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         raise KvjaxError(
             f"{model.name} has no chat template (it is a base model): leave out --chat"
         )
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return model.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
+    with as_kvjax_error():
+        return model.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
 
 
-def stop_ids(model: "Model", stops: list[str]) -> list[int]:
+def around_chat(model: Model, system: str | None) -> tuple[str, str]:
+    """What the chat template puts before and after the text of a conversation's first turn.
+
+    Raises:
+      KvjaxError: the model has no template.
+    """
+    marker = "\N{OBJECT REPLACEMENT CHARACTER}"
+    before, _, after = as_chat(model, marker, system).partition(marker)
+    return before, after
+
+
+def stop_ids(model: Model, stops: list[str]) -> list[int]:
     """Token ids of --stop options: each is one token's text, or its id.
 
     Raises:
@@ -106,7 +116,8 @@ def stop_ids(model: "Model", stops: list[str]) -> list[int]:
             continue
         if model.tokenizer is None:
             raise KvjaxError(f"{model.name} has no tokenizer: give --stop a token id, not {stop!r}")
-        found = model.tokenizer.encode(stop, add_bos=False)
+        with as_kvjax_error():
+            found = model.tokenizer.encode(stop, add_bos=False)
         if len(found) != 1:
             raise KvjaxError(
                 f"--stop {stop!r} is {len(found)} tokens ({found}): give one token's text or id"

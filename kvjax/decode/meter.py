@@ -9,7 +9,7 @@ import jax
 from kvjax.cache import pool_bytes
 from kvjax.decode.inputs import empty_cache
 from kvjax.decode.program import Compiled, compilations, compiled
-from kvjax.decode.results import Stats
+from kvjax.decode.results import PrefixStats, Stats
 from kvjax.decode.shapes import Shapes
 
 
@@ -46,6 +46,7 @@ class Meter:
         new_tokens: int,
         pages_used: int,
         ttft_seconds: float | None = None,
+        prefix: PrefixStats | None = None,
     ) -> Stats:
         """The call's statistics, at its end."""
         return Stats(
@@ -59,4 +60,5 @@ class Meter:
             pages_total=shapes.num_pages,
             page_size=shapes.page_size,
             cache_bytes=pool_bytes(jax.eval_shape(lambda: empty_cache(shapes))),
+            prefix=prefix,
         )

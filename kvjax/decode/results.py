@@ -7,6 +7,38 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefixStats:
+    """What a stored prefix gave a call, in pages, units, bytes and seconds.
+
+    A unit is what one read brings. `bytes_read` is everything that came from the store in this call
+    but the shard indexes and the sketches, which are counted apart and read once.
+    """
+
+    key: str  # of the stored prefix
+    pages: int  # pages of the prompt that are stored
+    pages_chosen: int  # of these, how many each layer and KV head attended to
+    page_size: int
+    bytes_read: int
+    bytes_used: int  # keys and values that were attended to
+    bytes_scored: int  # keys that pages were chosen by, where they are read for that
+    index_bytes: int
+    sketch_bytes: int
+    bytes_wasted: int  # read on a guess and never used
+    bytes_prefetched: int  # used, and their read began before they were known to be needed
+    host_hits: int  # units that were in memory
+    units: int  # units that were needed
+    wait_seconds: float  # the program waited for reads
+    read_seconds: float  # a read was under way
+    seconds: float  # from the call to the end of prefill, compilation excluded
+
+    @property
+    def read_amplification(self) -> float | None:
+        """Bytes read on demand or used, over bytes used that were not in memory; None without."""
+        missed = self.bytes_used * (1 - self.host_hits / self.units) if self.units else 0
+        return (self.bytes_read - self.bytes_wasted) / missed if missed else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """What a call did, in tokens, seconds, pages and bytes.
 
@@ -24,6 +56,7 @@ class Stats:
     pages_total: int
     page_size: int
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
+    prefix: PrefixStats | None = None  # where a stored prefix was used
 
     @property
     def decode_seconds(self) -> float | None:

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int32
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.generate import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
+from kvjax.decode.opening import IN_PLACE, prefilled
+from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import StreamEvent
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
-from kvjax.decode.step import DecodeState, Prompts, Rules, decode_step, draw, prefill_chunk, start
+from kvjax.decode.step import DecodeState, Rules, decode_step, draw
 from kvjax.errors import check_integer
 from kvjax.model import Model
 from kvjax.models.tokenizer import StreamDecoder
@@ -35,6 +35,7 @@ def stream(
     cache: CacheConfig | None = None,
     prefill_chunk: int = 512,
     progress: Progress | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> Iterator[StreamEvent]:
     """Continue one prompt, giving each token as it is drawn.
 
@@ -52,6 +53,8 @@ def stream(
       cache: page size, pool size, dtype and attention implementation.
       prefill_chunk: most tokens prefilled at once.
       progress: called with "compile" and "prefill" and how much of it is done.
+      prefixes: where to look for a stored beginning of the prompt; its pages are then read instead
+        of computed, as many as the budget allows.
 
     Returns:
       An iterator of events, at least one; the last carries the reason and the statistics.
@@ -83,7 +86,7 @@ def stream(
     report = progress or (lambda phase, share: None)
     # What passes until the first event is asked for is not ours.
     spent = time.perf_counter() - began
-    return _events(model, ids, stops, shapes, rules, report, spent)
+    return _events(model, ids, stops, shapes, rules, report, spent, prefixes)
 
 
 def _events(
@@ -94,31 +97,22 @@ def _events(
     rules: Rules,
     progress: Progress,
     spent: float,
+    prefixes: PrefixCache | None,
 ) -> Iterator[StreamEvent]:
     meter = Meter(spent)
-    static = (model.graphdef, shapes)
-    prompts = inputs.flat_prompts([ids], shapes)
     progress("compile", 0.0)
-    empty = (model.config.hidden_size, shapes)
-    sharding = jax.tree.leaves(model.params)[0].sharding
-    formats = inputs.formats_between(
-        jax.eval_shape(lambda limits: _start(empty, limits), rules.limits), sharding
-    )
-    state = meter.program(_start, empty, rules.limits, formats=formats)(rules.limits)
-    in_place: dict[str, Any] = {"donate": (1,), "result_as": 1}
-    first = meter.program(
-        _prefill_chunk, static, model.params, state, prompts, jnp.int32(0), **in_place
-    )
+    state = prefix = None
+    if prefixes is not None:
+        found = prefixes.prefill(model, ids, shapes, limits=rules.limits, meter=meter)
+        if found is not None:
+            state, shapes, prefix = found
+    if state is None:
+        state = prefilled(model, ids, shapes, rules.limits, meter, progress)
     progress("compile", 0.5)
-    opening = meter.program(_draw, static, model.params, state, rules, **in_place)
-    step = meter.program(_step, static, model.params, state, rules, **in_place)
+    static = (model.graphdef, shapes)
+    opening = meter.program(_draw, static, model.params, state, rules, **IN_PLACE)
+    step = meter.program(_step, static, model.params, state, rules, **IN_PLACE)
     progress("compile", 1.0)
-
-    chunks = -(-len(ids) // shapes.chunk)
-    for chunk in range(chunks):
-        state = first(model.params, state, prompts, jnp.int32(chunk))
-        state.reservation.check(state.cache)  # also waits, so that progress tells the truth
-        progress("prefill", (chunk + 1) / chunks)
     state = opening(model.params, state, rules)
     detokenizer = None if model.tokenizer is None else StreamDecoder(model.tokenizer)
     drawn = 0
@@ -148,27 +142,9 @@ def _events(
         new_tokens=drawn,
         pages_used=shapes.num_pages - int(state.cache.pages_free),
         ttft_seconds=ttft,
+        prefix=prefix,
     )
     yield StreamEvent(token, text, code, stats)
-
-
-def _start(empty: tuple[int, Shapes], limits: Int32[Array, " B"]) -> DecodeState:
-    hidden_size, shapes = empty
-    return start(inputs.empty_cache(shapes), hidden_size, limits)
-
-
-def _prefill_chunk(
-    static: tuple[Any, Shapes], params: Any, state: DecodeState, prompts: Prompts, index: Array
-) -> DecodeState:
-    graphdef, shapes = static
-    return prefill_chunk(
-        nnx.merge(graphdef, params),
-        state,
-        prompts,
-        index,
-        chunk=shapes.chunk,
-        implementation=shapes.attention,
-    )[0]
 
 
 def _draw(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: Rules) -> DecodeState:

@@ -13,7 +13,8 @@ from kvjax.decode.sampling import make_sampler
 from kvjax.decode.score import _score
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import Rules, start
-from kvjax.decode.stream import _draw, _prefill_chunk, _step
+from kvjax.decode.opening import _prefill_chunk
+from kvjax.decode.stream import _draw, _step
 from tests.kvjax.cache.plain import SPEC
 from tests.kvjax.decode.tiny import model
 

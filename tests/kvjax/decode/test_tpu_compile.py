@@ -11,11 +11,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, inputs
 from kvjax.decode.generate import _generate
+from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.program import compiled
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan
 from kvjax.decode.step import Rules, start
-from kvjax.decode.stream import _draw, _prefill_chunk, _step
+from kvjax.decode.stream import _draw, _step
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, ModelConfig, random_checkpoint
 

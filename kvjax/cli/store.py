@@ -1,0 +1,176 @@
+"""`kvjax store`: what is in a page store, whether it is whole, and how to remove it."""
+
+import dataclasses
+import json
+import time
+from typing import Annotated, Any
+
+import rich.table
+import typer
+from rich.console import Console
+
+from kvjax.cli import options
+from kvjax.cli.console import note, size_of
+from kvjax.cli.stored import StoreUrl, store_url
+from kvjax.errors import KvjaxError
+from kvjax.storage.page_store import GC_AGE_S, PageStore
+from kvjax.storage.segment import SegmentInfo
+
+app = typer.Typer(
+    no_args_is_help=True, help="Look into a store of prefixes, check it, and clean it up."
+)
+
+EXIT_DAMAGED = 1
+_KEY_SHOWN = 12
+
+Key = Annotated[str, typer.Argument(metavar="KEY", help="A prefix's key, or its first digits.")]
+
+
+@app.command("ls")
+def list_segments(
+    store: StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """List stored prefixes, the most recently used first.
+
+    Example: kvjax store ls --json
+    """
+    infos = PageStore.open(store_url(store, cache_dir), read_only=True).segments()
+    if as_json:
+        print(json.dumps([_as_dict(info) for info in infos]))
+        return
+    grid = rich.table.Table()
+    for column in ("key", "label", "tokens", "size", "layout", "hits", "written", "used"):
+        grid.add_column(column, justify="right" if column in ("tokens", "size", "hits") else "left")
+    for info in infos:
+        layout = f"{info.layout.layers} x {info.layout.heads} x {info.layout.page_size}"
+        grid.add_row(
+            info.key[:_KEY_SHOWN],
+            info.label,
+            f"{info.tokens:,}",
+            size_of(info.bytes),
+            f"{layout} {info.dtype}",
+            f"{info.hits:,}",
+            _ago(info.created),
+            _ago(info.last_used),
+        )
+    Console(highlight=False).print(grid)
+
+
+@app.command()
+def verify(
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", show_default=False)] = None,
+    *,
+    store: StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Read one stored prefix, or all, and compare checksums; exit with 1 if one is damaged.
+
+    Example: kvjax store verify
+    """
+    opened = PageStore.open(store_url(store, cache_dir), read_only=True)
+    findings = opened.verify(None if key is None else full_key(opened, key))
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            print(f"{finding.key[:_KEY_SHOWN]} {finding.part}: {finding.reason}: {finding.detail}")
+        note("damaged" if findings else "everything is as it was written")
+    if findings:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+@app.command()
+def gc(
+    min_age: Annotated[
+        float, typer.Option(help="Seconds that unfinished data must be old.")
+    ] = GC_AGE_S,
+    store: StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Remove what stopped writers left behind, and manifests that cannot be read.
+
+    Example: kvjax store gc
+    """
+    freed = PageStore.open(store_url(store, cache_dir)).gc(min_age_s=min_age)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(freed)))
+        return
+    print(f"{freed.segments} removed, {size_of(freed.bytes)} freed")
+
+
+@app.command()
+def rm(
+    key: Key,
+    *,
+    store: StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Remove a stored prefix.
+
+    Example: kvjax store rm 3f2a91
+    """
+    opened = PageStore.open(store_url(store, cache_dir))
+    whole = full_key(opened, key)
+    freed = opened.remove(whole)
+    print(json.dumps({"key": whole, "bytes": freed}) if as_json else f"{size_of(freed)} freed")
+
+
+@app.command()
+def stats(
+    store: StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Sizes, ages and hits of the whole store.
+
+    Example: kvjax store stats --json
+    """
+    found = PageStore.open(store_url(store, cache_dir), read_only=True).stats()
+    facts = dataclasses.asdict(found)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    rows = [
+        ("prefixes", f"{found.segments:,}"),
+        ("size", size_of(found.bytes)),
+        ("of which sketches", size_of(found.sketch_bytes)),
+        ("hits", f"{found.hits:,}"),
+        ("oldest", "-" if found.oldest is None else f"{found.oldest / 3600:.1f} h"),
+        ("longest unused", "-" if found.idle is None else f"{found.idle / 3600:.1f} h"),
+    ]
+    grid = rich.table.Table(show_header=False)
+    for row in rows:
+        grid.add_row(*row)
+    Console(highlight=False).print(grid)
+
+
+def full_key(store: PageStore, key: str) -> str:
+    """The key that starts with these digits.
+
+    Raises:
+      KvjaxError: none does, or several do.
+    """
+    keys = [info.key for info in store.segments() if info.key.startswith(key)]
+    if len(keys) != 1:
+        raise KvjaxError(
+            f"key {key!r} names {len(keys)} stored prefixes: `kvjax store ls` lists them"
+        )
+    return keys[0]
+
+
+def _as_dict(info: SegmentInfo) -> dict[str, Any]:
+    fields = dataclasses.asdict(info)
+    fields["identity"].pop("numerics")  # long, and in the key
+    return fields
+
+
+def _ago(moment: float) -> str:
+    minutes = max(time.time() - moment, 0) / 60
+    if minutes < 60:
+        return f"{minutes:.0f} min ago"
+    return f"{minutes / 60:.0f} h ago" if minutes < 48 * 60 else f"{minutes / 1440:.0f} days ago"

@@ -1,0 +1,105 @@
+"""Options of commands that use a store of prefixes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.decode.prefixes import PrefixCache, PrefixConfig
+from kvjax.registry import cache_root
+
+_PANEL = "Stored prefixes"
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="The page store: a folder, or a URL such as s3://BUCKET/FOLDER/.",
+        rich_help_panel=_PANEL,
+        show_default="in the cache folder",
+    ),
+]
+
+
+def store_url(store: str | None, cache_dir: Path | None) -> str:
+    """The store that a command means.
+
+    Args:
+      store: what `--store` said.
+      cache_dir: what `--cache-dir` said.
+    """
+    return store if store is not None else str(cache_root(cache_dir) / "prefixes")
+
+
+def prefix_options(
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Most of a stored prefix that is read: '5%', '64 pages', '1024 tokens', '8MB'.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PrefixConfig.budget,
+    select_by: Annotated[
+        str,
+        typer.Option(
+            help="What stands in for the keys when pages are chosen: low-bit, mean, quest, or all "
+            "for every page.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PrefixConfig.by,
+    select_bits: Annotated[
+        int, typer.Option(help="Bits of low-bit keys: 2, 3 or 4.", rich_help_panel=_PANEL)
+    ] = PrefixConfig.bits,
+    select_who: Annotated[
+        str,
+        typer.Option(
+            help="Who chooses: every KV head, every layer, or a period's first layer (head, layer, "
+            "period).",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PrefixConfig.who,
+    period: Annotated[
+        int, typer.Option(help="Layers that share guesses.", rich_help_panel=_PANEL)
+    ] = PrefixConfig.period,
+    prefetch: Annotated[
+        bool, typer.Option(help="Read pages ahead on a guess.", rich_help_panel=_PANEL)
+    ] = PrefixConfig.prefetch,
+    load_policy: Annotated[
+        str,
+        typer.Option(
+            help="load, recompute, or auto: whichever is estimated to be faster.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PrefixConfig.load_policy,
+    on_read_failure: Annotated[
+        str, typer.Option(help="recompute or fail.", rich_help_panel=_PANEL)
+    ] = PrefixConfig.on_read_failure,
+    host_budget: Annotated[
+        int, typer.Option(help="MB of memory for stored pages.", rich_help_panel=_PANEL)
+    ] = PrefixConfig.host_bytes >> 20,
+    placement: Annotated[
+        str,
+        typer.Option(
+            help="Which pages stay in memory: attention, impress, lru or lfu.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = PrefixConfig.placement,
+) -> PrefixConfig:
+    """How stored prefixes are used; every command that runs a model with them takes these."""
+    return PrefixConfig(
+        budget=budget,
+        by=select_by,  # type: ignore[arg-type]  # any text comes in, PrefixConfig refuses
+        bits=select_bits,
+        who=select_who,  # type: ignore[arg-type]
+        period=period,
+        prefetch=prefetch,
+        load_policy=load_policy,  # type: ignore[arg-type]
+        on_read_failure=on_read_failure,  # type: ignore[arg-type]
+        host_bytes=host_budget << 20,
+        placement=placement,  # type: ignore[arg-type]
+    )
+
+
+def open_prefixes(store: str | None, cache_dir: Path | None, config: PrefixConfig) -> PrefixCache:
+    """The prefixes of the store that a command means."""
+    return PrefixCache(store_url(store, cache_dir), config=config)

@@ -1,0 +1,213 @@
+"""How a layer gets the part of a stored prefix that it attends to, inside a program."""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.decode.fetch import collect, issue
+from kvjax.models import ModelConfig
+from kvjax.policies import (
+    Choice,
+    ExactKeys,
+    Sketch,
+    chunk_pages,
+    heavy_hitters,
+    impress,
+    select,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredPrefix:
+    """A prefix as a program sees it."""
+
+    sketches: tuple[dict[str, Array], ...]  # one a layer, padded to N pages
+    pages: Int32[Array, ""]  # pages that exist, at most N
+    count: Int32[Array, ""]  # pages to choose, at most K
+    handle: Int32[Array, ""]  # of the reads
+
+
+class Asked(NamedTuple):
+    """What a layer asks with."""
+
+    layer: int
+    queries: Float[Array, "T Hq D"]
+    valid: Bool[Array, " T"]  # which of them are not padding
+    page: jax.ShapeDtypeStruct  # [P, D], one head's page
+
+
+class Got(NamedTuple):
+    """What a layer attends to besides the suffix."""
+
+    both: Float[Array, "two K Hkv P D"]  # keys and values
+    ok: Bool[Array, ""]  # whether every read succeeded
+
+
+class Selection(Protocol):
+    """A way to choose from a prefix. Hashable, static under jit."""
+
+    def get(
+        self,
+        config: ModelConfig,
+        prefix: StoredPrefix,
+        asked: Asked,
+        before: Int32[Array, "Hkv K"],
+    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        """Choose a layer's pages and read them.
+
+        Args:
+          config: the model's.
+          prefix: what is stored.
+          asked: the layer and its queries.
+          before: what the layer before chose.
+
+        Returns:
+          The pages, `prefix.count` of them and then zeros, and what was chosen.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPages:
+    """Pages by what stands in for the keys; every layer, KV head or period decides.
+
+    Attributes:
+      by: what stands in for the keys; None takes every page, in order. `ExactKeys` are read from
+        the store by the layers that decide (ContiguousKV, arXiv:2601.13631).
+      choice: who decides, and what is always in.
+    """
+
+    by: Sketch | None
+    choice: Choice = dataclasses.field(default_factory=Choice)
+
+    def get(
+        self,
+        config: ModelConfig,
+        prefix: StoredPrefix,
+        asked: Asked,
+        before: Int32[Array, "Hkv K"],
+    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        """See `Selection.get`."""
+        heads, room = before.shape
+        ok = jnp.bool_(True)
+        if self.by is None:
+            column = jnp.arange(room, dtype=jnp.int32)
+            ids = jnp.where(column < prefix.count, column, prefix.pages)
+            ids = jnp.broadcast_to(ids, before.shape)
+        elif self.choice.decider(asked.layer) == asked.layer:
+            sketch = prefix.sketches[asked.layer]
+            if isinstance(self.by, ExactKeys):
+                sketch, ok = _stored_keys(prefix, asked, heads, sketch["pages"].shape[0])
+            mass = self.by.page_mass(
+                sketch,
+                asked.queries,
+                asked.valid,
+                prefix.pages,
+                config.scale(asked.layer),
+                soft_cap=config.attn_soft_cap,
+            )
+            ids = select(
+                mass,
+                prefix.pages,
+                room=room,
+                kv_heads=heads,
+                count=prefix.count,
+                choice=self.choice,
+            )
+        else:
+            ids = before
+        got = _read(prefix, asked, ids)
+        return Got(got.both, got.ok & ok), ids
+
+
+@dataclasses.dataclass(frozen=True)
+class ByTokens:
+    """H2O's or IMPRESS's tokens, read in chunks and then packed: a baseline.
+
+    Every layer decides by keys read from the store, for all its heads together. K pages hold the
+    K x P chosen tokens; whole chunks are read for them.
+
+    Attributes:
+      probe_heads: KV heads whose keys are read first (IMPRESS, FAST'25: 3); all if they disagree.
+        None reads all heads' keys at once (H2O).
+      chunk: tokens of a chunk.
+      alpha: of IMPRESS's threshold.
+    """
+
+    probe_heads: int | None = None
+    chunk: int = 64
+    alpha: float = 0.6
+
+    def get(
+        self,
+        config: ModelConfig,
+        prefix: StoredPrefix,
+        asked: Asked,
+        before: Int32[Array, "Hkv K"],
+    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        """See `Selection.get`."""
+        heads, room = before.shape
+        size = asked.page.shape[0]
+        num_pages = prefix.sketches[asked.layer]["pages"].shape[0]
+        count = room * size
+
+        def choose(probes: int) -> tuple[Array, Array, Array, Array]:
+            keys, ok = _stored_keys(prefix, asked, heads, num_pages, probes)
+            group = asked.queries.shape[1] // heads
+            mass = ExactKeys().token_mass(
+                {"keys": keys["keys"][:probes]},
+                asked.queries[:, : probes * group],
+                asked.valid,
+                prefix.pages * size,
+                config.scale(asked.layer),
+                soft_cap=config.attn_soft_cap,
+            )
+            mass = jnp.sum(mass.reshape(probes, group, -1), axis=1)
+            if probes < heads or self.probe_heads is not None:
+                choice, similar = impress(
+                    mass, prefix.pages * size, count=count, chunk=self.chunk, alpha=self.alpha
+                )
+            else:
+                choice = heavy_hitters(mass, prefix.pages * size, count=count, chunk=self.chunk)
+                similar = jnp.bool_(True)
+            return choice.tokens, choice.chunks, similar, ok
+
+        probes = heads if self.probe_heads is None else min(self.probe_heads, heads)
+        tokens, chunks, similar, ok = choose(probes)
+        if probes < heads:
+            tokens, chunks, _, ok = lax.cond(
+                similar, lambda: (tokens, chunks, similar, ok), lambda: choose(heads)
+            )
+        pages = chunk_pages(chunks, chunk=self.chunk, page_size=size, num_pages=num_pages)
+        ids = jnp.broadcast_to(
+            jnp.where(pages < prefix.pages, pages, num_pages), (heads, pages.size)
+        )
+        got = _read(prefix, asked, ids)
+        # The chosen tokens, packed in order; what is no token is not attended to.
+        column = jnp.searchsorted(pages, tokens // size).astype(jnp.int32)
+        rows = got.both.swapaxes(2, 3).reshape(2, -1, heads, asked.page.shape[1])
+        packed = rows.at[:, column * size + tokens % size].get(mode="clip")
+        packed = packed.reshape(2, room, size, heads, -1).swapaxes(2, 3)
+        return Got(packed, got.ok & ok), before
+
+
+def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"]) -> Got:
+    ticket = issue(prefix.handle, asked.layer, ids)
+    return Got(*collect(prefix.handle, ticket, asked.layer, ids, asked.page))
+
+
+def _stored_keys(
+    prefix: StoredPrefix, asked: Asked, heads: int, num_pages: int, wanted: int | None = None
+) -> tuple[dict[str, Array], Bool[Array, ""]]:
+    """All keys of a layer's first heads from the store, as `ExactKeys` takes them."""
+    head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
+    ids = jnp.where(head < (heads if wanted is None else wanted), page, num_pages)
+    ticket = issue(prefix.handle, asked.layer, ids, to_choose=True)
+    keys, ok = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
+    return {"keys": keys[0].swapaxes(0, 1)}, ok

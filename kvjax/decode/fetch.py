@@ -1,0 +1,77 @@
+"""Pages from storage inside a program: `issue` starts a read, `collect` waits for it.
+
+Both are host callbacks that only see NumPy arrays. A ticket orders them by data dependence, so they
+also work in loops and under `shard_map`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.storage.sessions import session
+
+
+def issue(
+    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], *, to_choose: bool = False
+) -> Int32[Array, ""]:
+    """Start reading pages of a layer; returns at once.
+
+    Args:
+      handle: of the open `PageReads`.
+      layer: whose pages.
+      ids: pages of the prefix for each KV head; N or more is none.
+      to_choose: only keys are wanted, to choose pages by.
+
+    Returns:
+      A ticket for `collect`.
+    """
+    start = functools.partial(_issue, layer, to_choose)
+    ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), handle, ids)
+    return ticket
+
+
+def collect(
+    handle: Int32[Array, ""],
+    ticket: Int32[Array, ""],
+    layer: int,
+    ids: Int32[Array, "Hkv K"],
+    page: jax.ShapeDtypeStruct,
+    *,
+    to_choose: bool = False,
+) -> tuple[Float[Array, "kinds K Hkv P D"], Bool[Array, ""]]:
+    """Wait for a ticket's pages.
+
+    Args:
+      handle: of the open `PageReads`.
+      ticket: of `issue`.
+      layer: as given to `issue`.
+      ids: as given to `issue`.
+      page: [P, D], shape and dtype of one head's page.
+      to_choose: as given to `issue`.
+
+    Returns:
+      Keys and values, or only keys, zero where `ids` names no page; and whether they are right (if
+      not, the session knows why).
+    """
+    heads, count = ids.shape
+    kinds = 1 if to_choose else 2
+    pages = jax.ShapeDtypeStruct((kinds, count, heads, *page.shape), page.dtype)
+    shapes = (pages, jax.ShapeDtypeStruct((), jnp.bool_))
+    wait = functools.partial(_collect, layer, to_choose)
+    both, ok = io_callback(wait, shapes, handle, ticket, ids)
+    return both, ok
+
+
+def _issue(layer: int, to_choose: bool, handle: Any, ids: Any) -> np.int32:
+    reads = session(int(handle))
+    return np.int32(reads.issue(layer, np.asarray(ids), to_choose=to_choose))
+
+
+def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> tuple[Any, Any]:
+    reads = session(int(handle))
+    return reads.collect(int(ticket), layer, np.asarray(ids), to_choose=to_choose)

@@ -1,0 +1,512 @@
+"""Prefixes that are prefilled once, kept in a page store, and read page by page afterwards."""
+
+import dataclasses
+import os
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from kvjax.config import CacheConfig
+from kvjax.decode import inputs
+from kvjax.decode.budget import Budget
+from kvjax.decode.choosing import ByPages, Selection, StoredPrefix
+from kvjax.decode.generate import Progress
+from kvjax.decode.identity import identity
+from kvjax.decode.load_or_recompute import CostModel, measure_reads
+from kvjax.decode.meter import Meter
+from kvjax.decode.opening import IN_PLACE, empty_state, prefilled
+from kvjax.decode.reprefill import reprefill
+from kvjax.decode.results import PrefixStats
+from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
+from kvjax.decode.step import DecodeState, Prompts
+from kvjax.errors import KvjaxError
+from kvjax.model import Model, kv_spec
+from kvjax.policies import Choice, LowBitKeys, MeanKeys, QuestBounds, Sketch
+from kvjax.policies.select import Who
+from kvjax.storage.layout import Layout
+from kvjax.storage.page_store import Match, PageStore
+from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
+from kvjax.storage.prefetch import Prefetcher
+from kvjax.storage.segment import Segment, SegmentInfo
+from kvjax.storage.sessions import PageReads, opened
+from kvjax.storage.tiers import Tiers
+
+By = Literal["low-bit", "mean", "quest", "all"]
+LoadPolicy = Literal["auto", "load", "recompute"]
+Placement = Literal["attention", "impress", "lru", "lfu"]
+
+TAIL = "tail"
+"""Name of the array that keeps the tokens after the last full page."""
+
+PREFILL_S = "prefill_s"
+"""Name of the array that keeps the seconds that prefilling took."""
+
+LARGEST_SUFFIX = 2048
+"""Tokens after the stored pages that one program prefills at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixConfig:
+    """How stored prefixes are chosen from, read and kept in memory.
+
+    Attributes:
+      budget: most of a prefix that is read: a share, pages, tokens or bytes.
+      by: what stands in for the keys when pages are chosen: the keys in `bits` bits, page means
+        (ShadowKV), Quest's bounds; or "all": every page that the budget allows, in order.
+      bits: of low-bit keys, 2, 3 or 4.
+      clip: share of a channel's range that low-bit codes cover.
+      who: "head", "layer" or "period" chooses.
+      period: layers a period; a choice is guessed for the rest of its period and for the next.
+      prefetch: whether pages are read ahead on a guess.
+      load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
+      on_read_failure: "recompute" the prefix, or "fail".
+      host_bytes: bytes of memory that keep pages between requests.
+      placement: which pages are kept: by attention mass x frequency (ContiguousKV), IMPRESS's
+        score, LRU or LFU.
+      timeout_s: the longest wait for a read, in seconds.
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    budget: str = "10%"
+    by: By = "low-bit"
+    bits: int = 3
+    clip: float = 1.0
+    who: Who = "head"
+    period: int = 4
+    prefetch: bool = True
+    load_policy: LoadPolicy = "auto"
+    on_read_failure: Literal["recompute", "fail"] = "recompute"
+    host_bytes: int = 256 << 20
+    placement: Placement = "attention"
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        Budget(self.budget)
+        for name, kind in (("by", By), ("load_policy", LoadPolicy), ("placement", Placement)):
+            _one_of(name, getattr(self, name), get_args(kind))
+        _one_of("on_read_failure", self.on_read_failure, ("recompute", "fail"))
+        if self.by == "low-bit":
+            LowBitKeys(self.bits, self.clip)
+        if self.host_bytes < 0:
+            raise KvjaxError(f"host_bytes is {self.host_bytes}: must be 0 or more bytes")
+        if not self.timeout_s > 0:
+            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be seconds above 0")
+        self.choice()
+
+    def choice(self) -> Choice:
+        """Who chooses, as a program takes it."""
+        return Choice(who=self.who, period=self.period)
+
+    def sketch(self) -> Sketch | None:
+        """What pages are chosen by; None for "all"."""
+        sketches: dict[str, Sketch | None] = {
+            "low-bit": LowBitKeys(self.bits, self.clip) if self.by == "low-bit" else None,
+            "mean": MeanKeys(),
+            "quest": QuestBounds(),
+            "all": None,
+        }
+        return sketches[self.by]
+
+    def sketch_name(self) -> str:
+        """What the sketch is called in a segment."""
+        return f"low-bit-{self.bits}-{self.clip:g}" if self.by == "low-bit" else self.by
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise KvjaxError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
+
+
+class PrefixCache:
+    """Stored prefixes, and the pages of them that are in memory; one serves many calls.
+
+        prefixes = PrefixCache("pages", config=PrefixConfig(budget="10%"))
+        prefixes.add(model, document)
+        result = kvjax.generate(model, document + question, prefixes=prefixes)
+
+    Args:
+      url: of the page store: a folder, or any URL that TensorStore has a key-value store for.
+      config: how to choose, read and keep pages.
+      max_bytes: most bytes of the store; the least recently used prefixes are evicted.
+      read_only: whether the store may be written.
+      tenant: prefixes of one tenant are never found by another.
+
+    Raises:
+      ValueError: the URL is no store, or an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        config: PrefixConfig | None = None,
+        max_bytes: int | None = None,
+        read_only: bool = False,
+        tenant: str = "",
+    ) -> None:
+        self.config = config or PrefixConfig()
+        self.store = PageStore.open(url, max_bytes=max_bytes, read_only=read_only)
+        self._tenant = tenant
+        self._tiers: dict[Any, Tiers] = {}
+        self._sketches: dict[tuple[str, str], tuple[dict[str, jax.Array], ...]] = {}
+        self._costs: dict[str, CostModel] = {}
+
+    def add(
+        self,
+        model: Model,
+        prompt: inputs.PromptLike,
+        *,
+        cache: CacheConfig | None = None,
+        label: str = "",
+        prefill_chunk: int = 512,
+        progress: Progress | None = None,
+    ) -> SegmentInfo:
+        """Prefill a prompt and store its pages; the tokens after its last full page are kept too.
+
+        Args:
+          model: what to run.
+          prompt: a text or token ids, at least a page of them.
+          cache: page size and dtype.
+          label: for people; the model's name if it is empty.
+          prefill_chunk: most tokens prefilled at once.
+          progress: called with "prefill" and how much of it is done.
+
+        Returns:
+          What is stored.
+
+        Raises:
+          KvjaxError: the prompt is shorter than a page or longer than the model's context, or the
+            model has layers whose pages cannot be chosen from.
+          StoreError: the store cannot be written; nothing was published.
+        """
+        cache = cache or CacheConfig()
+        check_layers(model)
+        ids = inputs.token_ids(model, prompt)
+        size = cache.page_size
+        whole = len(ids) // size * size
+        if not whole:
+            raise KvjaxError(
+                f"prompt has {len(ids)} tokens: a stored prefix needs a page of {size} or more"
+            )
+        report = progress or (lambda phase, share: None)
+        keys, values, seconds = prefilled_pages(model, ids, cache, prefill_chunk, report)
+        layout = Layout(
+            page_size=size,
+            layers=self.config.period if self.config.who == "period" else 1,
+            heads=1 if self.config.who == "head" else keys.shape[2],
+        )
+        arrays = {
+            TAIL: np.asarray(ids[whole:], np.int32),
+            PREFILL_S: np.asarray(seconds, np.float32),
+            **self._built(keys),
+        }
+        return self.store.put(
+            identity(model, str(keys.dtype), self._tenant),
+            ids[:whole],
+            keys,
+            values,
+            layout=layout,
+            sketches=arrays,
+            label=label or model.name,
+        )
+
+    def tokens(self, key: str) -> list[int]:
+        """The tokens of a stored prefix, those after its last full page included.
+
+        Args:
+          key: of the segment, or enough of its first digits to tell it from the others.
+
+        Raises:
+          KvjaxError: no stored prefix has such a key, or several have.
+          SegmentError: it cannot be used.
+        """
+        keys = [info.key for info in self.store.segments() if info.key.startswith(key)]
+        if len(keys) != 1:
+            raise KvjaxError(
+                f"prefix {key!r} names {len(keys)} stored prefixes: `kvjax store ls` lists them"
+            )
+        with self.store.open_segment(keys[0]) as segment:
+            return [*segment.tokens.tolist(), *segment.sketches()[TAIL].tolist()]
+
+    def prefill(
+        self,
+        model: Model,
+        ids: list[int],
+        shapes: Shapes,
+        *,
+        limits: Int32[Array, " B"],
+        meter: Meter,
+    ) -> tuple[DecodeState, Shapes, PrefixStats] | None:
+        """Prefill a prompt from what is stored of it, if something is and it is worth loading.
+
+        Args:
+          model: what to run.
+          ids: the prompt.
+          shapes: of programs that would run it without what is stored.
+          limits: as in `Rules`, of one row.
+          meter: of the call.
+
+        Returns:
+          The state after prefill, the shapes of programs that go on with it, and what was read; or
+          None if the prompt is to be prefilled as if nothing were stored.
+
+        Raises:
+          KvjaxError: the stored prefix has no such sketch, or a read failed and `on_read_failure`
+            is "fail".
+        """
+        if self.config.load_policy == "recompute":
+            return None
+        check_layers(model)
+        began = meter.seconds
+        name = identity(model, shapes.spec.dtype, self._tenant)
+        match = self.store.find(name, ids[:-1], shapes.page_size)
+        if match is None:
+            return None
+        with match.segment as segment:
+            call = _Call(self, model, ids, match, shapes, int(limits[0]))
+            if self.config.load_policy == "auto" and not self._worth_loading(segment, call):
+                return None
+            before = segment.bytes_read().payload
+            with self._reader(segment) as reader:
+                state, reads = call.run(reader, limits, meter)
+                counts = reader.finish_request()
+            total = segment.bytes_read()
+        if reads.failure is not None:
+            if self.config.on_read_failure == "fail":
+                raise KvjaxError(f"a stored prefix could not be read: {reads.failure}")
+            return None
+        stats = PrefixStats(
+            key=match.key,
+            pages=match.pages,
+            pages_chosen=call.count,
+            page_size=shapes.page_size,
+            bytes_read=total.payload - before,
+            bytes_used=reads.bytes_used,
+            bytes_scored=reads.bytes_scored,
+            index_bytes=total.index,
+            sketch_bytes=total.sketches,
+            bytes_wasted=counts.wasted_bytes,
+            bytes_prefetched=counts.prefetched * counts.unit_bytes,
+            host_hits=counts.host_hits,
+            units=counts.needed,
+            wait_seconds=counts.wait_s,
+            read_seconds=counts.read_s,
+            seconds=meter.seconds - began,
+        )
+        return state, call.shapes, stats
+
+    def sketches_of(self, segment: Segment) -> tuple[dict[str, jax.Array], ...]:
+        """The configured sketch of every layer, padded to a size that programs are made for.
+
+        Raises:
+          KvjaxError: the prefix was stored without it.
+          SegmentError: it is damaged.
+        """
+        if self.config.sketch() is None:
+            return ()
+        name = self.config.sketch_name()
+        key = segment.info.key, name
+        if key not in self._sketches:
+            arrays = segment.sketches()
+            parts = {n.removeprefix(f"{name}."): a for n, a in arrays.items() if n.startswith(name)}
+            if not parts:
+                there = sorted({n.rsplit(".", 1)[0] for n in arrays} - {TAIL, PREFILL_S})
+                raise KvjaxError(
+                    f"the stored prefix {segment.info.key[:12]} has no {name} sketch, only "
+                    f"{', '.join(there) or 'none'}: choose by one of these, or store it again"
+                )
+            room = half_step(segment.info.shape[1])
+            self._sketches[key] = tuple(
+                {part: _padded(array[layer], room) for part, array in parts.items()}
+                for layer in range(segment.info.shape[0])
+            )
+        return self._sketches[key]
+
+    def _built(self, keys: np.ndarray) -> dict[str, np.ndarray]:
+        """The configured sketch of every layer, stacked, under names of its own."""
+        sketch = self.config.sketch()
+        if sketch is None:
+            return {}
+        build = jax.jit(sketch.build)
+        layers = [jax.device_get(build(jnp.asarray(layer))) for layer in keys]
+        name = self.config.sketch_name()
+        return {f"{name}.{part}": np.stack([a[part] for a in layers]) for part in layers[0]}
+
+    def _reader(self, segment: Segment) -> Prefetcher:
+        """Reads a segment through memory that all segments of its form share."""
+        form = segment.unit_shape, segment.info.dtype
+        if form not in self._tiers:
+            policies: dict[str, type[Policy]] = {
+                "attention": AttentionFrequency,
+                "impress": ImpressScore,
+                "lru": Lru,
+                "lfu": Lfu,
+            }
+            self._tiers[form] = Tiers(
+                self.config.host_bytes,
+                segment.unit_shape,
+                segment.grid.numpy_dtype,
+                policy=policies[self.config.placement](),
+            )
+        return Prefetcher(
+            segment.read,
+            self._tiers[form],
+            segment=segment.info.key,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _worth_loading(self, segment: Segment, call: "_Call") -> bool:
+        if segment.info.key not in self._costs:
+            seconds = float(segment.sketches()[PREFILL_S])
+            tokens_per_s = segment.info.tokens / max(seconds, 1e-6)
+            self._costs[segment.info.key] = CostModel(*measure_reads(segment), tokens_per_s)
+        size = call.count * call.spec.bytes_per_page(call.shapes.page_size)
+        return self._costs[segment.info.key].loads(size, tokens=call.prefix_tokens)
+
+
+class _Call:
+    """One prompt against one stored prefix: shapes, then the program."""
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        model: Model,
+        ids: list[int],
+        match: Match,
+        plain: Shapes,
+        new_tokens: int,
+    ) -> None:
+        config, size, spec = prefixes.config, plain.page_size, plain.spec
+        self.model, self.match, self.spec, self.config = model, match, spec, config
+        self.sketches = prefixes.sketches_of(match.segment)
+        self.prefix_tokens = match.pages * size
+        self.suffix = ids[self.prefix_tokens :]
+        choice = config.choice()
+        self.count = Budget(config.budget).pages(
+            match.pages,
+            page_size=size,
+            page_bytes=spec.bytes_per_page(size),
+            least=min(choice.first + choice.last, match.pages),
+        )
+        self.selection = ByPages(config.sketch(), choice)
+        padded = half_step(match.segment.info.shape[1])
+        self.room = min(half_step(self.count), padded)
+        shapes = plan(
+            model.config,
+            spec,
+            [self.room * size + len(self.suffix)],
+            new_tokens=new_tokens,
+            prefill_chunk=LARGEST_SUFFIX,
+            cache=CacheConfig(page_size=size, attention=plain.attention),
+        )
+        chunk = chunk_size(len(self.suffix), LARGEST_SUFFIX)
+        self.shapes = dataclasses.replace(shapes, chunk=chunk, chunks=1, room=plain.room)
+
+    def run(
+        self, reader: Prefetcher, limits: Int32[Array, " B"], meter: Meter
+    ) -> tuple[DecodeState, PageReads]:
+        """Re-prefill; whether it succeeded is in the reads."""
+        info = self.match.segment.info
+        layers, _, heads, _, _ = info.shape
+        reads = PageReads(
+            reader,
+            unit_shape=self.match.segment.unit_shape,
+            dtype=self.match.segment.grid.numpy_dtype,
+            layers=layers,
+            heads=heads,
+            pages=self.match.pages,
+            period=self.config.period,
+            speculate=self.config.prefetch,
+        )
+        state = empty_state(self.model, self.shapes, limits, meter)
+        suffix = inputs.flat_prompts([self.suffix], self.shapes)
+        static = (self.model.graphdef, self.shapes, self.room, self.selection)
+        with opened(reads) as handle:
+            prefix = StoredPrefix(
+                self.sketches,
+                jnp.int32(self.match.pages),
+                jnp.int32(self.count),
+                jnp.int32(handle),
+            )
+            program = meter.program(
+                _reprefill, static, self.model.params, state, prefix, suffix, **IN_PLACE
+            )
+            state = jax.block_until_ready(program(self.model.params, state, prefix, suffix))
+        return state, reads
+
+
+def _reprefill(
+    static: tuple[Any, Shapes, int, Selection],
+    params: Any,
+    state: DecodeState,
+    prefix: StoredPrefix,
+    suffix: Prompts,
+) -> DecodeState:
+    graphdef, shapes, room, selection = static
+    decoder = nnx.merge(graphdef, params)
+    return reprefill(
+        decoder,
+        state,
+        prefix,
+        suffix,
+        room=room,
+        selection=selection,
+        implementation=shapes.attention,
+    )[0]
+
+
+def check_layers(model: Model) -> None:
+    """Refuse a model whose layers do not all see the whole prefix, or differ in shape.
+
+    Raises:
+      KvjaxError: they do not.
+    """
+    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
+    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
+        raise KvjaxError(
+            f"{model.name} has sliding-window layers or layers of different shapes: its prefixes "
+            f"cannot be stored and chosen from; run it without prefixes"
+        )
+
+
+def prefilled_pages(
+    model: Model, ids: list[int], cache: CacheConfig, prefill_chunk: int, progress: Progress
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """A prompt's full pages after plain prefill.
+
+    Args:
+      model: what to run.
+      ids: the prompt.
+      cache: page size and dtype.
+      prefill_chunk: most tokens prefilled at once.
+      progress: called with "prefill" and how much of it is done.
+
+    Returns:
+      Keys and values, [L, N, Hkv, P, D], and the seconds it took, compilation excluded.
+    """
+    spec = kv_spec(model.config, cache.dtype or model.dtype)
+    shapes = plan(
+        model.config, spec, [len(ids)], new_tokens=0, prefill_chunk=prefill_chunk, cache=cache
+    )
+    meter = Meter()
+    limits = jnp.ones((shapes.batch,), jnp.int32)
+    stored = prefilled(model, ids, shapes, limits, meter, progress).cache
+    seconds = meter.seconds
+    table = np.asarray(stored.block_tables)[0, : len(ids) // cache.page_size]
+    keys, values = (
+        np.stack([np.asarray(pool)[table] for pool in pools])
+        for pools in (stored.k_pages, stored.v_pages)
+    )
+    return keys, values, seconds
+
+
+def _padded(array: np.ndarray, pages: int) -> jax.Array:
+    """A layer's sketch [Hkv, N, ...] with room for more pages."""
+    widths = [(0, 0), (0, pages - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(jnp.asarray(array), widths)

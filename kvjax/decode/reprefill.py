@@ -1,0 +1,114 @@
+"""Re-prefill: a suffix against a stored prefix of which only the chosen pages are read.
+
+ContiguousKV (arXiv:2601.13631), with the choice as a setting. One program: every layer chooses,
+starts its read, collects it into the pool's first pages and attends to them and to the suffix.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from kvjax import cache as paged
+from kvjax.cache import PagedKVCache
+from kvjax.decode.attend import chunk_attend
+from kvjax.decode.choosing import Asked, Selection, StoredPrefix
+from kvjax.decode.step import DecodeState, Prompts
+from kvjax.models import Attend, Decoder
+from kvjax.pallas_kernels.support import Implementation
+
+
+class _Carry(NamedTuple):
+    cache: PagedKVCache
+    ids: Int32[Array, "Hkv K"]
+    ok: Bool[Array, ""]
+
+
+def reprefill(
+    decoder: Decoder,
+    state: DecodeState,
+    prefix: StoredPrefix,
+    suffix: Prompts,
+    *,
+    room: int,
+    selection: Selection,
+    implementation: Implementation | None = None,
+) -> tuple[DecodeState, Bool[Array, ""]]:
+    """Prefill one sequence's suffix against the chosen pages of its prefix.
+
+    Args:
+      decoder: the model.
+      state: of one empty sequence, in a pool of at least `room` pages and the suffix's.
+      prefix: what is stored.
+      suffix: the sequence's tokens after the prefix's pages, at least one.
+      room: K, pages that can be chosen, static.
+      selection: how to choose.
+      implementation: of `ragged_paged_attention`, or None.
+
+    Returns:
+      The state as after prefill, holding the chosen pages and the suffix; and whether every read
+      succeeded. If not, the state is of no use.
+    """
+    size = state.cache.page_size
+    tokens = suffix.tokens
+    chunk = tokens.shape[0]
+    cache = _with_chosen_pages(state.cache, prefix, room)
+    cache, reservation = paged.reserve(cache, jnp.diff(suffix.cu_lengths), max_count=chunk)
+    sequences, offset = paged.ragged_rows(suffix.cu_lengths, chunk)
+    valid = sequences == 0
+    base = chunk_attend(
+        decoder.config,
+        cache,
+        sequences,
+        offset + prefix.count * size,
+        suffix.cu_lengths,
+        implementation,
+    )
+    attend = _fetching(decoder, base, prefix, valid, selection)
+    none = jnp.full((decoder.config.layers[0].num_kv_heads, room), prefix.pages, jnp.int32)
+    carry = _Carry(cache, none, jnp.bool_(True))
+    hidden, carry = decoder(tokens, offset + prefix.pages * size, attend, carry)
+    cache = paged.advance(carry.cache, jnp.where(reservation.ok, jnp.diff(suffix.cu_lengths), 0))
+    last = hidden.at[suffix.cu_lengths[1:] - 1].get(mode="clip")
+    state = dataclasses.replace(state, cache=cache, hidden=last, reservation=reservation)
+    return state, carry.ok
+
+
+def _with_chosen_pages(cache: PagedKVCache, prefix: StoredPrefix, room: int) -> PagedKVCache:
+    """The first `count` pages of the pool are the sequence's; the layers fill them."""
+    column = jnp.arange(cache.max_pages, dtype=jnp.int32)
+    page = jnp.arange(cache.num_pages, dtype=jnp.int32)
+    held = column < jnp.minimum(prefix.count, room)
+    return dataclasses.replace(
+        cache,
+        block_tables=cache.block_tables.at[0].set(jnp.where(held, column, cache.num_pages)),
+        page_refs=(page < prefix.count).astype(jnp.int32),
+        lengths=cache.lengths.at[0].set(prefix.count * cache.page_size),
+        skipped=cache.skipped.at[0].set((prefix.pages - prefix.count) * cache.page_size),
+    )
+
+
+def _fetching(
+    decoder: Decoder,
+    base: Attend[PagedKVCache],
+    prefix: StoredPrefix,
+    valid: Bool[Array, " T"],
+    selection: Selection,
+) -> Attend[_Carry]:
+    """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
+
+    def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
+        cache, ids, ok = carry
+        pool = cache.k_pages[layer]
+        page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
+        got, ids = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), ids)
+        origin = (0, 0, 0, 0)
+        keys = jax.lax.dynamic_update_slice(pool, got.both[0], origin)
+        values = jax.lax.dynamic_update_slice(cache.v_pages[layer], got.both[1], origin)
+        cache = paged.with_layer(cache, layer, keys, values)
+        out, cache = base(layer, q, k, v, cache)
+        return out, _Carry(cache, ids, ok & got.ok)
+
+    return attend

@@ -1,0 +1,195 @@
+"""Reads of a stored prefix on behalf of a compiled program, which names them by an integer.
+
+A program cannot hold a Python object; it holds a handle, as a process holds a file descriptor. Its
+callbacks find the session under it, touch NumPy only, and never raise: what fails is a flag.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+
+class Reader(Protocol):
+    """What a session reads through; `kvjax.storage.prefetch.Prefetcher` is one."""
+
+    def issue(self, units: Ids, *, demand: bool) -> int:
+        """Start reading; returns a ticket at once."""
+        ...
+
+    def collect(self, ticket: int) -> NDArray[Any]:
+        """Wait for a ticket's units: [n, *unit shape], in the order asked."""
+        ...
+
+
+class PageReads:
+    """The page reads of one program over one stored prefix.
+
+    Args:
+      reader: reads units.
+      unit_shape: (layers, heads, kinds, P, D) of a unit.
+      dtype: of keys and values.
+      layers: of the model.
+      heads: KV heads of a layer.
+      pages: N, pages of the prefix; ids at or past it name no page.
+      period: layers a period; a choice is guessed for the rest of its period, and the last
+        layer's for the next period.
+      key_stride: layers from one that reads keys to choose by to the next.
+      speculate: whether to guess at all.
+
+    Attributes:
+      failure: what the first failed read raised; None while all is well.
+      bytes_used: keys and values that were handed out to attend to.
+      bytes_scored: keys that were handed out to choose by.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        unit_shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        layers: int,
+        heads: int,
+        pages: int,
+        period: int = 4,
+        key_stride: int = 1,
+        speculate: bool = True,
+    ) -> None:
+        self._reader = reader
+        self._layers_a_unit, self._heads_a_unit, self._kinds, self._page, self._dim = unit_shape
+        self._dtype = dtype
+        self._layers, self._heads, self._pages = layers, heads, pages
+        self._period = period
+        self._speculate = speculate
+        self._plans: dict[int, tuple[Ids, Ids]] = {}
+        self.failure: BaseException | None = None
+        self._key_stride = key_stride
+        self.bytes_used = 0
+        self.bytes_scored = 0
+
+    def issue(self, layer: int, ids: Ids, *, to_choose: bool = False) -> int:
+        """Start reading a layer's pages, and those guessed for layers to come.
+
+        Args:
+          layer: 0 to layers - 1.
+          ids: int32 [H, K], pages each KV head wants; N or more is none.
+          to_choose: only keys are wanted, to choose pages by.
+
+        Returns:
+          A ticket, or -1 once a read has failed.
+        """
+        if self.failure is not None:
+            return -1
+        try:
+            units, where = self._units(layer, ids, to_choose)
+            ticket = self._reader.issue(units, demand=True)
+            self._plans[ticket] = (units, where)
+            if self._speculate:
+                for ahead in self._guessed(layer, to_choose):
+                    self._reader.issue(self._units(ahead, ids, to_choose)[0], demand=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            self.failure = error
+            return -1
+        return ticket
+
+    def collect(
+        self, ticket: int, layer: int, ids: Ids, *, to_choose: bool = False
+    ) -> tuple[NDArray[Any], np.bool_]:
+        """Wait for what a ticket reads.
+
+        Args:
+          ticket: as `issue` returned it.
+          layer: as `issue` was given it.
+          ids: as `issue` was given them.
+          to_choose: as `issue` was given it.
+
+        Returns:
+          Keys and values [2, K, H, P, D], or keys [1, K, H, P, D], zero where no page is wanted;
+          and whether they are right.
+        """
+        heads, count = ids.shape
+        shape = (1 if to_choose else 2, count, heads, self._page, self._dim)
+        out = np.zeros(shape, self._dtype)
+        if self.failure is None:
+            try:
+                units, where = self._plans.pop(ticket)
+                if len(units):
+                    self._scatter(out, self._reader.collect(ticket), where, layer, ids)
+            except (OSError, ValueError, RuntimeError) as error:
+                self.failure = error
+                out[:] = 0
+        return out, np.bool_(self.failure is None)
+
+    def _scatter(
+        self, out: NDArray[Any], got: NDArray[Any], where: Ids, layer: int, ids: Ids
+    ) -> None:
+        head, column = np.nonzero(ids < self._pages)
+        inside = head % self._heads_a_unit
+        block = layer % self._layers_a_unit
+        for kind in range(len(out)):
+            if self._kinds == 2:
+                out[kind, column, head] = got[where, block, inside, kind]
+            else:  # all keys, then all values
+                first = kind * (len(got) // len(out))
+                out[kind, column, head] = got[first + where, block, inside, 0]
+        used = int(head.size) * len(out) * self._page * self._dim * self._dtype.itemsize
+        if len(out) == 2:
+            self.bytes_used += used
+        else:
+            self.bytes_scored += used
+
+    def _units(self, layer: int, ids: Ids, to_choose: bool) -> tuple[Ids, Ids]:
+        """Distinct units [n, 4] of a choice, and for each chosen page the index of its unit."""
+        head, column = np.nonzero(ids < self._pages)
+        pages = ids[head, column]
+        flat = (head // self._heads_a_unit) * self._pages + pages
+        distinct, where = np.unique(flat, return_inverse=True)
+        units = np.zeros((len(distinct), 4), np.int32)
+        units[:, 0] = layer // self._layers_a_unit
+        units[:, 1], units[:, 3] = np.divmod(distinct, self._pages)
+        if self._kinds == 1 and not to_choose:  # keys, then values
+            units = np.concatenate([units, units])
+            units[len(distinct) :, 2] = 1
+        return units, where.astype(np.int32)
+
+    def _guessed(self, layer: int, to_choose: bool) -> range:
+        """The layers that a layer's choice is guessed for, or the next whose keys are wanted."""
+        if to_choose:
+            return range(layer + self._key_stride, min(layer + self._key_stride + 1, self._layers))
+        end = (layer // self._period + 1) * self._period
+        ahead = range(layer + 1, end) or range(end, end + self._period)
+        return range(ahead.start, min(ahead.stop, self._layers))
+
+
+_sessions: dict[int, PageReads] = {}
+_handles = itertools.count(1)
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def opened(reads: PageReads) -> Iterator[int]:
+    """A handle under which programs find these reads, valid inside the `with`."""
+    with _lock:
+        handle = next(_handles) % (1 << 31)
+        _sessions[handle] = reads
+    try:
+        yield handle
+    finally:
+        with _lock:
+            del _sessions[handle]
+
+
+def session(handle: int) -> PageReads:
+    """The reads that `opened` gave this handle.
+
+    Raises:
+      KeyError: the handle is not open.
+    """
+    return _sessions[int(handle)]
