@@ -14,11 +14,11 @@ Beneath these entry points: `kvjax.cache` (page pools and block tables as values
 from kvjax import cache, errors, models, pallas_kernels, spec
 from kvjax.config import CacheConfig
 from kvjax.decode import Generation, Sampling, Score, Stats, StreamEvent, generate, score, stream
-from kvjax.errors import KvjaxError, ModelNotFoundError, PoolExhaustedError
+from kvjax.errors import KvjaxError, ModelNotFoundError, PoolExhaustedError, PullError
 from kvjax.load import load
 from kvjax.model import Model
 from kvjax.programs import keep_programs
-from kvjax.pull import pull
+from kvjax.pull import license_terms, pull
 from kvjax.spec import KVSpec, LayerSpec
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "Model",
     "ModelNotFoundError",
     "PoolExhaustedError",
+    "PullError",
     "Sampling",
     "Score",
     "Stats",
@@ -40,6 +41,7 @@ __all__ = [
     "errors",
     "generate",
     "keep_programs",
+    "license_terms",
     "load",
     "models",
     "pallas_kernels",

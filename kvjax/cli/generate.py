@@ -3,19 +3,18 @@
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from kvjax import decode
 from kvjax.cli import options, prompt
 from kvjax.cli.console import Bars, bars
 from kvjax.cli.running import open_model, show_stats, stats_as_json
+from kvjax.config import CacheConfig
+from kvjax.decode import Sampling, Stats
 from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.config import CacheConfig
-    from kvjax.decode import Sampling, Stats
-    from kvjax.model import Model
+from kvjax.model import Model
 
 
 @options.with_options(sampling=options.sampling_options, cache=options.cache_options)
@@ -34,20 +33,26 @@ def generate(
         list[str] | None,
         typer.Option(help="A token that ends the answer, as its text or its id; may be repeated."),
     ] = None,
-    seed: Annotated[int, typer.Option(rich_help_panel="Sampling", help="Of the draws.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel="Sampling", help="Of the draws; needs --temperature.", show_default="0"
+        ),
+    ] = None,
     dtype: options.DTypeName = "auto",
     prefill_chunk: options.PrefillChunk = 512,
     stream: Annotated[
         bool,
         typer.Option(
-            help="Write tokens as they are drawn, or run prefill and decode as one program."
+            help="Draw and write token by token, which shows the time to the first, or run prefill "
+            "and decode as one program."
         ),
     ] = True,
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
-    sampling: "Sampling",
-    cache: "CacheConfig",
+    sampling: Sampling,
+    cache: CacheConfig,
 ) -> None:
     """Continue a text, or answer a question about one.
 
@@ -57,6 +62,11 @@ def generate(
     """
     if system is not None and not chat:
         raise KvjaxError("--system needs --chat: a plain text has no system turn")
+    if seed is not None and sampling.temperature == 0:
+        raise KvjaxError(
+            f"--seed is {seed} and --temperature 0, which takes the likeliest token and draws "
+            f"nothing: give a temperature, such as 1, or leave out --seed"
+        )
     content = prompt.gather(text, file, stdin)
     with bars() as progress:
         opened, load_seconds = open_model(
@@ -66,7 +76,8 @@ def generate(
             opened,
             prompt.as_chat(opened, content, system) if chat else content,
             progress,
-            stream=stream and not as_json,
+            stream=stream,
+            show=not as_json,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             key=seed,
@@ -83,22 +94,27 @@ def generate(
 
 
 def run(
-    model: "Model", text: str | Sequence[int], progress: Bars, *, stream: bool, **arguments: Any
-) -> tuple[dict[str, Any], "Stats"]:
-    """Generates; when streaming, writes the text to stdout as it comes.
+    model: Model,
+    text: str | Sequence[int],
+    progress: Bars,
+    *,
+    stream: bool = True,
+    show: bool = True,
+    **arguments: Any,
+) -> tuple[dict[str, Any], Stats]:
+    """Generates; when streaming, may write the text to stdout as it comes.
 
     Args:
       model: what to run.
       text: the prompt.
       progress: stopped before the first token is written.
-      stream: whether to write at all, and token by token.
+      stream: whether to draw token by token, or all in one program.
+      show: whether to write what is streamed.
       arguments: those of `kvjax.decode.generate`.
 
     Returns:
       The text, its tokens and why it ended; and the statistics.
     """
-    from kvjax import decode
-
     if not stream:
         result = decode.generate(model, text, progress=progress.share, **arguments)
         return {
@@ -109,12 +125,14 @@ def run(
     tokens, pieces = [], []
     finish_reason = stats = None
     for event in decode.stream(model, text, progress=progress.share, **arguments):
-        progress.stop()
         tokens.append(event.token)
         pieces.append(event.text)
-        sys.stdout.write(event.text)
-        sys.stdout.flush()
+        if show:
+            progress.stop()
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
         finish_reason, stats = event.finish_reason, event.stats
-    sys.stdout.write("\n")
+    if show:
+        sys.stdout.write("\n")
     assert stats is not None  # every stream ends with them
     return {"text": "".join(pieces), "tokens": tokens, "finish_reason": finish_reason}, stats

@@ -5,11 +5,15 @@ import json
 import platform
 from typing import Annotated, Any
 
+import jax
 import rich.table
 import typer
 from rich.console import Console
 
 from kvjax.cli import options
+from kvjax.config import CacheConfig
+from kvjax.load import resolve_dtype
+from kvjax.pallas_kernels import IMPLEMENTATIONS, OPERATIONS, supported
 from kvjax.registry import MODELS, cache_root, model_path
 
 PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "libtpu")
@@ -31,7 +35,7 @@ def info(
     facts: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **_versions()},
         "devices": _devices(),
-        "dtype": _dtype(),
+        "dtype": resolve_dtype("auto"),
         "kernels": _kernels(head_dim, page_size, cache_dtype),
         "cache_dir": str(cache_root(cache_dir)),
         "models": {name: model_path(name, cache_dir).exists() for name in MODELS},
@@ -62,26 +66,15 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    import jax
-
     return [
         {"id": device.id, "platform": device.platform, "kind": device.device_kind}
         for device in jax.devices()
     ]
 
 
-def _dtype() -> str:
-    from kvjax.load import resolve_dtype
-
-    return resolve_dtype("auto")
-
-
 def _kernels(head_dim: int, page_size: int, cache_dtype: str) -> list[dict[str, str | None]]:
     """One row for every operation and implementation; "reason" is why it does not run here."""
-    from kvjax.config import CacheConfig
-    from kvjax.pallas_kernels import IMPLEMENTATIONS, OPERATIONS, supported
-
-    CacheConfig(page_size=page_size, dtype=cache_dtype)  # for its checks
+    dtype = CacheConfig(page_size=page_size, dtype=cache_dtype).dtype or cache_dtype
     return [
         {
             "operation": operation,
@@ -91,7 +84,7 @@ def _kernels(head_dim: int, page_size: int, cache_dtype: str) -> list[dict[str, 
                 implementation,
                 head_dim=head_dim,
                 page_size=page_size,
-                dtype=cache_dtype,
+                dtype=dtype,
             ),
         }
         for operation in OPERATIONS

@@ -8,13 +8,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from kvjax.config import CacheConfig
-    from kvjax.decode import Sampling
+from kvjax.config import CacheConfig
+from kvjax.decode import Sampling
 
 _CACHE, _SAMPLING = "Cache", "Sampling"
 
@@ -73,10 +72,8 @@ def cache_options(
             show_default="chosen for the hardware",
         ),
     ] = None,
-) -> "CacheConfig":
+) -> CacheConfig:
     """How the KV cache is configured; every command that runs a model takes these."""
-    from kvjax.config import CacheConfig
-
     return CacheConfig(
         page_size=page_size,
         num_pages=num_pages,
@@ -110,10 +107,8 @@ def sampling_options(
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
-) -> "Sampling":
+) -> Sampling:
     """How tokens are drawn."""
-    from kvjax.decode import Sampling
-
     return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 

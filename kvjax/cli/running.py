@@ -3,35 +3,30 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvjax import programs
 from kvjax.cli.console import Bars, size_of, table
-
-if TYPE_CHECKING:
-    from kvjax.decode import Stats
-    from kvjax.model import Model
+from kvjax.decode import Stats
+from kvjax.load import load
+from kvjax.model import Model
 
 
 def open_model(
     name: str, *, dtype: str, cache_dir: Path | None, progress: Bars
-) -> tuple["Model", float]:
+) -> tuple[Model, float]:
     """Opens a model, with compiled programs kept between runs.
 
     Returns:
       The model, and the seconds it took.
     """
-    from kvjax.load import load
-    from kvjax.programs import keep_programs
-
-    keep_programs(cache_dir)
+    programs.keep_programs(cache_dir)
     began = time.perf_counter()
     model = load(name, dtype=dtype, cache_dir=cache_dir, progress=progress.share)  # type: ignore[arg-type]
     return model, time.perf_counter() - began
 
 
-def show_stats(
-    model: "Model", stats: "Stats", load_seconds: float, *, verbose: bool = False
-) -> None:
+def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool = False) -> None:
     """Writes the closing table."""
     rows = [("model", f"{model.name} ({model.dtype})")]
     rows.append(("prompt tokens", f"{stats.prompt_tokens:,}"))
@@ -56,7 +51,7 @@ def show_stats(
     table(rows)
 
 
-def stats_as_json(stats: "Stats", load_seconds: float) -> dict[str, Any]:
+def stats_as_json(stats: Stats, load_seconds: float) -> dict[str, Any]:
     """The statistics as a JSON object."""
     return {
         **dataclasses.asdict(stats),

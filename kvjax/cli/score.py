@@ -2,19 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from kvjax import decode
 from kvjax.cli import options, prompt
 from kvjax.cli.console import bars
 from kvjax.cli.running import open_model, show_stats, stats_as_json
+from kvjax.config import CacheConfig
+from kvjax.decode import Score
 from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.config import CacheConfig
-    from kvjax.decode import Score
-    from kvjax.model import Model
+from kvjax.model import Model
 
 MOST_SHOWN = 40
 """Tokens that are shown one by one; of a longer text, the most surprising ones."""
@@ -35,7 +34,7 @@ def score(
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
-    cache: "CacheConfig",
+    cache: CacheConfig,
 ) -> None:
     """Log-probability of every token of a text (natural logarithm), and the perplexity.
 
@@ -49,8 +48,6 @@ def score(
         raise KvjaxError("--tokens stands in a text's place: give one of them")
     else:
         content = prompt.read_tokens(tokens)
-    from kvjax import decode
-
     with bars() as progress:
         opened, load_seconds = open_model(
             model, dtype=dtype, cache_dir=cache_dir, progress=progress
@@ -71,12 +68,13 @@ def score(
     show_stats(opened, result.stats, load_seconds, verbose=verbose)
 
 
-def _show(model: "Model", result: "Score") -> None:
+def _show(model: Model, result: Score) -> None:
+    tokenizer = model.tokenizer
     rows = list(zip(range(len(result.tokens)), result.tokens, result.logprobs, strict=True))[1:]
     if len(rows) > MOST_SHOWN:
         rows = sorted(sorted(rows, key=lambda row: row[2] or 0.0)[:MOST_SHOWN])
         print(f"the {MOST_SHOWN} most surprising of {len(result.tokens):,} tokens:")
     for index, token, logprob in rows:
-        piece = "" if model.tokenizer is None else repr(model.tokenizer.decode([token]))
+        piece = "" if tokenizer is None else repr(tokenizer.decode([token], skip_special=False))
         print(f"{index:>7} {token:>7} {logprob:>9.4f}  {piece}")
     print(f"perplexity {result.perplexity:.4f}")

@@ -172,6 +172,7 @@ def test_a_name_is_found_in_the_cache_or_says_how_to_get_it(tiny, tmp_path):
         ("/no/such/file.gguf", "there is no file or folder /no/such/file.gguf"),
         ("model.gguf", "there is no file or folder model.gguf"),
         (pathlib.Path("absent"), "there is no file or folder absent"),
+        (pathlib.Path("smollm2-135m"), "there is no file or folder smollm2-135m"),
         ("hf:name", "write hf:ORG/NAME"),
     ],
 )
@@ -182,17 +183,17 @@ def test_what_is_not_there_is_said(name, message, tmp_path):
 
 def test_bad_files_are_named(tmp_path):
     (tmp_path / "text.gguf").write_text("hello")
-    with pytest.raises(ValueError, match=r"text\.gguf: not a GGUF file"):
+    with pytest.raises(KvjaxError, match=r"text\.gguf: not a GGUF file"):
         load(tmp_path / "text.gguf")
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[:-200])
-    with pytest.raises(ValueError, match=r"cut\.gguf: truncated"):
+    with pytest.raises(KvjaxError, match=r"cut\.gguf: truncated"):
         load(tmp_path / "cut.gguf")
     write_gguf(tmp_path / "foreign.gguf", architecture="mamba")
-    with pytest.raises(ValueError, match=r"general\.architecture is 'mamba'"):
+    with pytest.raises(KvjaxError, match=r"general\.architecture is 'mamba'"):
         load(tmp_path / "foreign.gguf")
     write_gguf(tmp_path / "nan.gguf", nan=True)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up\.weight holds NaN"):
+    with pytest.raises(KvjaxError, match=r"layers\.1\.mlp\.up\.weight holds NaN"):
         load(tmp_path / "nan.gguf", cache_dir=tmp_path / "cache")
 
 
@@ -200,6 +201,7 @@ def test_dtypes(tiny, tmp_path):
     model = load(tiny, dtype="bfloat16", cache_dir=tmp_path / "cache")
     assert model.dtype == "bfloat16"
     assert model.params["embed"]["weight"].dtype == jnp.bfloat16
+    assert (resolve_dtype("bf16"), resolve_dtype("fp32")) == ("bfloat16", "float32")
     with pytest.raises(KvjaxError, match="dtype is 'float16': must be 'auto'"):
         load(tiny, dtype="float16")
     with pytest.raises(ValueError, match="float64"):

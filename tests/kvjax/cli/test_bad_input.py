@@ -60,6 +60,9 @@ CASES = [
     ("generate abc --top-k 0 --model tiny.gguf", "top_k is 0"),
     ("generate abc --top-p 1.5 --model tiny.gguf", "top_p is 1.5"),
     ("generate abc --min-p 0 --model tiny.gguf", "min_p is 0"),
+    ("generate abc --top-p 0.9 --model tiny.gguf", "top_p is 0.9 and temperature is 0"),
+    ("generate abc --seed 0 --model tiny.gguf", "--seed is 0 and --temperature 0"),
+    ("generate abc --seed -1 -t 1 --model tiny.gguf", "key is -1"),
     ("generate abc --prefill-chunk 0 --model tiny.gguf", "prefill_chunk"),
     # the cache
     ("generate abc --page-size 0 --model tiny.gguf", "page_size is 0"),
@@ -133,13 +136,14 @@ def test_traceback_shows_where_an_error_came_from(files):
     assert isinstance(result.exception, ValueError)
 
 
-def test_faults_of_kvjax_keep_their_traceback(files, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_faults_of_kvjax_keep_their_traceback(files, monkeypatch, kind):
     def fail(*_, **__):
-        raise RuntimeError("a fault")
+        raise kind("a fault")
 
     monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
     monkeypatch.setattr("kvjax.decode.score", fail)
     result = typer.testing.CliRunner().invoke(
         app, ["score", "abc", "--model", str(files / "tiny.gguf"), "--cache-dir", str(files)]
     )
-    assert isinstance(result.exception, RuntimeError)
+    assert type(result.exception) is kind

@@ -74,7 +74,7 @@ def test_the_text_goes_to_stdout_and_the_table_to_stderr(run, model):
     assert whole(result) == expected.texts[0] + "\n"
     for row in ("prompt tokens", "time to first token", "pages used / total", "cache, float32"):
         assert row in result.stderr
-    assert "3 programs" in result.stderr
+    assert "4 programs" in result.stderr
 
 
 def test_streaming_and_one_program_say_the_same(run):
@@ -92,6 +92,9 @@ def test_json_is_all_there_is_on_stdout(run, model):
     assert result["finish_reason"] == "length"
     assert result["stats"]["page_size"] == 8
     assert result["stats"]["pages_used"] == 2
+    assert 0 < result["stats"]["ttft_seconds"] <= result["stats"]["run_seconds"]
+    at_once = json.loads(whole(run("generate", "abc", "-n", 9, "--json", "--no-stream")))
+    assert (at_once["text"], at_once["stats"]["ttft_seconds"]) == (result["text"], None)
     assert result["stats"]["cache_bytes"]["float32"] % model.spec.bytes_per_page(8) == 0
 
 
