@@ -8,6 +8,10 @@ import typer.core
 from kvjax.cli import demo, generate, info, pull, score
 from kvjax.cli.console import say_error, warnings_as_lines
 from kvjax.errors import KvjaxError
+from kvjax.storage.errors import NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError
+
+BAD_INPUT = (KvjaxError, NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError)
+"""What is raised for what the user gave; the store, a pillar, has names of its own for it."""
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -16,7 +20,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 class Commands(typer.core.TyperGroup):
     """The group of subcommands: the boundary where an error becomes a line and an exit code.
 
-    What the user gave wrong is a `KvjaxError`, a file that is not there or not readable is an
+    What the user gave wrong is one of `BAD_INPUT`, a file that is not there or not readable is an
     `OSError` that names it. Anything else, other `ValueError`s too, is a fault of kvjax or of what
     it is built on and keeps its traceback.
     """
@@ -29,7 +33,7 @@ class Commands(typer.core.TyperGroup):
         except KeyboardInterrupt:
             say_error("stopped")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        except KvjaxError as error:
+        except BAD_INPUT as error:
             if ctx.params.get("traceback"):
                 raise
             say_error(str(error))
