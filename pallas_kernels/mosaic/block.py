@@ -121,7 +121,7 @@ class BlockFolder(NamedTuple):
             )
             if writer is not None:
                 writer.scores[pl.ds(pl.multiple_of(head * count, count), count)] = scores
-            self.accumulators.fold(head, rows, scores, values, split_weights=few)
+            self.accumulators.fold(head, rows, mine, scores, values, split_weights=few)
 
         lax.fori_loop(0, kv_heads, per_head, None)
 

@@ -36,6 +36,7 @@ class Accumulators(NamedTuple):
         self,
         head: Scalar,
         rows: Any,
+        mine: Bool[Array, "rows 1"],
         scores: Float[Array, "rows slots"],
         values: Float[Array, "slots Dv"],
         *,
@@ -46,8 +47,9 @@ class Accumulators(NamedTuple):
         Args:
             head: the KV head.
             rows: slice of the query block's rows.
+            mine: [rows, 1], whether the row is of the block's sequence; others stay as they are.
             scores: float32 [rows, slots], `HIDDEN` where a row must not look.
-            values: [slots, Dv], finite everywhere.
+            values: [slots, Dv], 0 where none of the rows may look.
             split_weights: keep 16 bits of a weight, not 8, in a bfloat16 product; half-empty tiles
                 make this free for few rows.
         """
@@ -58,9 +60,10 @@ class Accumulators(NamedTuple):
         total = self.running[head, rows, 1:2] * rescale
         self.running[head, rows, 0:1] = greatest
         self.running[head, rows, 1:2] = total + jnp.sum(weights, axis=1, keepdims=True)
-        self.weighted[head, rows] = self.weighted[head, rows] * rescale + _weigh(
-            weights, values, split_weights
-        )
+        # The other rows' weights are 0 and their rescale 1, but 0 * NaN is NaN.
+        weighted = self.weighted[head, rows]
+        folded = weighted * rescale + _weigh(weights, values, split_weights)
+        self.weighted[head, rows] = jnp.where(mine, folded, weighted)
 
     def output(self, head: Scalar, rows: Any) -> Float[Array, "rows Dv"]:
         """Return softmax(scores) @ values of some rows; 0 for rows that saw nothing."""

@@ -109,7 +109,9 @@ def unpack(
     index = jnp.where(shown, visible, 0)[:, None, None, :]
     index = jnp.broadcast_to(index, (*mine.shape[:3], table_width))
     maximum, total = jnp.moveaxis(jnp.take_along_axis(mine, index, axis=3), 1, 0)
-    shown = shown[:, None, :] & (maximum > NOTHING)
+    # A sum is NaN if any score is; whether a maximum is depends on the order of comparisons.
+    maximum = jnp.where(jnp.isnan(total), jnp.nan, maximum)
+    shown = shown[:, None, :] & (total != 0.0)
     return jnp.where(shown, maximum, -jnp.inf), jnp.where(shown, total, 0.0)
 
 

@@ -33,7 +33,8 @@ def ragged_paged_attention(
     slots 0 .. that position, by the rules of `paged_attention` (ragged batches: Orca, OSDI 2022,
     section 3.2; chunked prefill: Sarathi-Serve, arXiv:2403.02310, section 4). A sequence may have
     no query. Rows of q at or past cu_q_lengths[B] are padding: out 0, lse -inf, page_max -inf,
-    page_sum 0.
+    page_sum 0. A NaN or infinity that one query may see can reach other queries of its sequence,
+    never those of another.
 
     Args:
         q: [T, Hq, D], float32, bfloat16 or float16, position encoding already applied.
@@ -91,8 +92,8 @@ def ragged_paged_attention(
         jnp.asarray(kv_lengths),
         jnp.asarray(cu_q_lengths),
         scale=scale,
-        window=window,
-        sink_tokens=sink_tokens,
+        window=None if window is None else int(window),
+        sink_tokens=int(sink_tokens),
         sink_logits=None if sink_logits is None else jnp.asarray(sink_logits, jnp.float32),
         soft_cap=soft_cap,
         page_stats=page_stats,

@@ -2,14 +2,14 @@
 
 A block of consecutive rows of q may hold queries of several sequences. Each of them is walked once
 for the whole block, from the oldest visible page to the newest, with a running softmax
-(FlashAttention, arXiv:2205.14135, algorithm 1); rows of other sequences are masked.
+(FlashAttention, arXiv:2205.14135, algorithm 1); rows of other sequences keep what they have.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.page_walk import (
@@ -104,9 +104,9 @@ def ragged_paged_attention_xla(
         places = jnp.repeat(place, groups, total_repeat_length=rows)
 
         def walk_sequence(b: Int32[Array, ""], running: _Running) -> _Running:
-            mine = owner == b
-            oldest = jnp.min(jnp.where(mine, place, jnp.iinfo(jnp.int32).max))
-            newest = jnp.max(jnp.where(mine, place, -1))
+            oldest = jnp.min(jnp.where(owner == b, place, jnp.iinfo(jnp.int32).max))
+            newest = jnp.max(jnp.where(owner == b, place, -1))
+            mine = owners == b
             sinks, first, last = block_span(newest + 1, oldest, window, sink_tokens, tokens)
             table = lax.dynamic_index_in_dim(tables, b, keepdims=False)
 
@@ -114,17 +114,19 @@ def ragged_paged_attention_xla(
                 column = jnp.where(i < sinks, i, i - sinks + first)
                 names = lax.dynamic_slice(table, (column * pages,), (pages,))
                 slot = column * tokens + jnp.arange(tokens, dtype=jnp.int32)
-                visible = (owners[:, None] == b) & (slot[None, :] <= places[:, None])
+                visible = mine[:, None] & (slot[None, :] <= places[:, None])
+                held = slot <= newest
                 if window is not None:
                     near = slot[None, :] > places[:, None] - window
                     visible &= near | (slot < sink_tokens)[None, :]
+                    held &= (slot > oldest - window) | (slot < sink_tokens)
                 k = gather_heads(k_pages, names).astype(f32)
                 v = gather_heads(v_pages, names).astype(f32)
-                # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
-                v = jnp.where((slot <= newest)[None, :, None], v, 0.0)
+                # A slot that no row here may see can hold NaN, and 0 * NaN is NaN.
+                v = jnp.where(held[None, :, None], v, 0.0)
                 s = scores_of(queries, k, scale, soft_cap)
                 s = jnp.where(visible[None], s, -jnp.inf)
-                return _update(running, s, v, column * pages, pages if page_stats else 0)
+                return _update(running, mine, s, v, column * pages, pages if page_stats else 0)
 
             running = lax.fori_loop(0, sinks + (last - first), visit, running)
             return running
@@ -164,34 +166,38 @@ def ragged_paged_attention_xla(
 
 def _update(
     running: _Running,
+    mine: Bool[Array, " rows"],
     s: Float[Array, "Hkv rows tokens"],
     v: Float[Array, "Hkv tokens Dv"],
     column: Int32[Array, ""],
     pages: int,
 ) -> _Running:
-    """Take one block of scores and values in; `pages` > 0 keeps statistics of so many pages."""
+    """Take one block of a sequence's scores and values into the rows that are `mine`.
+
+    The others keep what they have: their weights are 0, but a value may be NaN, and so 0 * value.
+    `pages` > 0 keeps statistics of so many pages.
+    """
     top = jnp.maximum(running.top, s.max(axis=2))
     safe = finite(top)
     weights = jnp.exp(s - safe[..., None])
     shrink = jnp.exp(running.top - safe)
-    out = values_of(weights, v)
+    own = mine[None, :, None]
+    out = running.out * shrink[..., None] + values_of(weights, v)
     page_max, page_sum = running.page_max, running.page_sum
     if page_max is not None and page_sum is not None:
         heads, rows, _ = s.shape
         by_page = s.reshape(heads, rows, pages, -1)
         best = by_page.max(axis=3)
         mass = jnp.exp(by_page - finite(best)[..., None]).sum(axis=3)
-        # Rows of other sequences see nothing here and keep what they have.
         at = (0, 0, column)
         old = (
             lax.dynamic_slice(page_max, at, best.shape),
             lax.dynamic_slice(page_sum, at, mass.shape),
         )
-        seen = mass > 0
-        page_max = lax.dynamic_update_slice(page_max, jnp.where(seen, best, old[0]), at)
-        page_sum = lax.dynamic_update_slice(page_sum, jnp.where(seen, mass, old[1]), at)
+        page_max = lax.dynamic_update_slice(page_max, jnp.where(own, best, old[0]), at)
+        page_sum = lax.dynamic_update_slice(page_sum, jnp.where(own, mass, old[1]), at)
     return _Running(
-        out=running.out * shrink[..., None] + out,
+        out=jnp.where(own, out, running.out),
         top=top,
         total=running.total * shrink + weights.sum(axis=2),
         page_max=page_max,

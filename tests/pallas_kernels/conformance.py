@@ -1,8 +1,10 @@
 """The one test body that every implementation of both attention operations runs.
 
 A case is a shape and a set of options; `build` turns it into a batch that is as hostile as a real
-pool: physical pages shuffled, every page that no sequence owns and every slot past a sequence's
-length NaN, unused table entries out of range or pointing at such pages, padding queries NaN.
+pool: physical pages shuffled, every slot that no query of its sequence may see NaN or infinite (in
+pages that no sequence owns, past the length, before the window), unused table entries out of range
+or pointing at such pages, padding queries NaN. `check` runs it a second time with NaN among the
+visible keys of one sequence and the visible values of another: no other sequence may notice.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels import paged_attention, ragged_paged_attention, supported
 from tests.pallas_kernels import oracle
 
+POISON = (np.nan, np.inf, -np.inf)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 API = {"paged_attention": paged_attention, "ragged_paged_attention": ragged_paged_attention}
 INTERPRET = {"tpu": pltpu.InterpretParams(), "gpu": True}
@@ -116,14 +119,14 @@ GPU_RAGGED = (
 
 
 def pool(rng, case, lengths, width):
-    """Pages that hold each sequence's random tokens, in shuffled places among NaN."""
+    """Pages that hold each sequence's random tokens, in shuffled places among poison."""
     needed = [-(-length // case.page_size) for length in lengths]
     num_pages = sum(needed) + 5
     free = list(rng.permutation(num_pages))
     v_head_dim = case.v_head_dim or case.head_dim
     shape = (num_pages, case.kv_heads, case.page_size)
-    k_pages = np.full((*shape, case.head_dim), np.nan)
-    v_pages = np.full((*shape, v_head_dim), np.nan)
+    k_pages = rng.choice(POISON, (*shape, case.head_dim))
+    v_pages = rng.choice(POISON, (*shape, v_head_dim))
     block_tables = np.full((len(lengths), width), num_pages, np.int32)
     for row, length in enumerate(lengths):
         for entry in range(needed[row]):
@@ -132,7 +135,7 @@ def pool(rng, case, lengths, width):
             held = min(case.page_size, length - entry * case.page_size)
             k_pages[page, :, :held] = rng.normal(size=(case.kv_heads, held, case.head_dim))
             v_pages[page, :, :held] = rng.normal(size=(case.kv_heads, held, v_head_dim))
-    # Entries past the length: half say "no page" (N), the others are stale: a NaN page, or N + 7.
+    # Entries past the length: half say "no page" (N), the others are stale: such a page, or N + 7.
     stale = np.arange(width)[None, :] >= np.asarray(needed)[:, None]
     choice = rng.integers(0, 4, block_tables.shape)
     block_tables[stale & (choice == 0)] = free[0]
@@ -161,8 +164,6 @@ def build(op, case, seed=0):
     q = rng.normal(size=(rows, heads, case.head_dim))
     arrays = {
         "q": jnp.asarray(q, case.q_dtype or case.dtype),
-        "k_pages": jnp.asarray(k_pages, case.dtype),
-        "v_pages": jnp.asarray(v_pages, case.dtype),
         "block_tables": jnp.asarray(block_tables),
     }
     options = {
@@ -186,7 +187,42 @@ def build(op, case, seed=0):
         arrays["q"] = arrays["q"].at[starts[-1] :].set(jnp.nan)
         arrays["kv_lengths"] = jnp.asarray(lengths, jnp.int32)
         arrays["cu_q_lengths"] = jnp.asarray(starts)
+    seen = {(row, slot) for _, row, slots in views(op, arrays, options) for slot in slots}
+    for row, length in enumerate(lengths):
+        dead = [slot for slot in range(length) if (row, slot) not in seen]
+        for pages in (k_pages, v_pages):
+            at = at_slots(block_tables[row], dead, size)
+            pages[at] = rng.choice(POISON, pages[at].shape)
+    arrays["k_pages"] = jnp.asarray(k_pages, case.dtype)
+    arrays["v_pages"] = jnp.asarray(v_pages, case.dtype)
     return arrays, options
+
+
+def views(op, arrays, options):
+    """What each query may see: (its row of q, its sequence, slots)."""
+    if op == "paged_attention":
+        lengths = np.asarray(arrays["lengths"])
+        positions = options["query_positions"]
+        positions = lengths - 1 if positions is None else np.asarray(positions)
+        queries = [(row, row, position) for row, position in enumerate(positions)]
+    else:
+        lengths, starts = np.asarray(arrays["kv_lengths"]), np.asarray(arrays["cu_q_lengths"])
+        queries = [
+            (row, sequence, length - starts[sequence + 1] + row)
+            for sequence, length in enumerate(lengths)
+            for row in range(starts[sequence], starts[sequence + 1])
+        ]
+    limits = options["window"], options["sink_tokens"]
+    return [
+        (row, sequence, oracle.visible_slots(lengths[sequence], position, *limits))
+        for row, sequence, position in queries
+    ]
+
+
+def at_slots(table, slots, page_size):
+    """The index of some slots of a sequence, all heads, in a pool [N, Hkv, P, D]."""
+    slots = np.asarray(slots, np.int32)
+    return table[slots // page_size], slice(None), slots % page_size
 
 
 @functools.cache
@@ -274,3 +310,35 @@ def check(op, implementation, case):
     assert_close(result, wanted, TOLERANCE[case.dtype], case.page_stats)
     blind = ~wanted[0].any(axis=2)  # sees no key: not nearly nothing, nothing
     assert not np.asarray(result.out, np.float32)[blind].any()
+    check_that_damage_stays_alone(op, implementation, case)
+
+
+def check_that_damage_stays_alone(op, implementation, case):
+    """NaN that a sequence may see is in its own rows, and only there."""
+    arrays, options, wanted = batch_and_answer(op, case)
+    arrays, looks = dict(arrays), views(op, arrays, options)
+    sound, hit, hit_keys = np.ones(len(arrays["q"]), bool), [], []
+    widest = {}  # the most that one query of each sequence sees
+    for _, sequence, slots in looks:
+        if len(slots) > len(widest.get(sequence, ())):
+            widest[sequence] = slots
+    victims = sorted(widest, key=lambda sequence: -len(widest[sequence]))
+    for name, victim in zip(("v_pages", "k_pages"), victims, strict=False):
+        slot = widest[victim][len(widest[victim]) // 2]
+        at = at_slots(np.asarray(arrays["block_tables"])[victim], [slot], case.page_size)
+        arrays[name] = arrays[name].at[at].set(jnp.nan)
+        sound[[row for row, sequence, _ in looks if sequence == victim]] = False
+        rows = [row for row, sequence, slots in looks if sequence == victim and slot in slots]
+        hit += rows
+        hit_keys += [(row, slot // case.page_size) for row in rows if name == "k_pages"]
+    result = run(op, implementation, arrays, options)
+    result = result._replace(
+        **{name: np.asarray(x) for name, x in result._asdict().items() if x is not None}
+    )
+    others = [None if x is None else x[sound] for x in result]
+    tolerance = TOLERANCE[case.dtype]
+    assert_close(type(result)(*others), [x[sound] for x in wanted], tolerance, case.page_stats)
+    assert np.isnan(np.asarray(result.out, np.float32)[hit]).all()
+    for row, page in hit_keys:
+        assert np.isnan(result.lse[row]).all()
+        assert not case.page_stats or np.isnan(result.page_sum[row, :, page]).all()
