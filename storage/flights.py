@@ -33,12 +33,24 @@ Read = Callable[[np.ndarray], Sequence[ReadFuture]]
 class Flight:
     """One unit that is being read or was, shared by all tickets that ask for it meanwhile."""
 
-    __slots__ = ("batch", "error", "future", "outcome", "speculative", "tickets", "unit")
+    __slots__ = (
+        "batch",
+        "error",
+        "future",
+        "guesses",
+        "outcome",
+        "retired",
+        "speculative",
+        "tickets",
+        "unit",
+    )
 
     def __init__(self, unit: UnitId, speculative: bool) -> None:
         self.unit = unit
         self.speculative = speculative  # the read was started before anyone needed the unit
         self.tickets = 1
+        self.guesses = int(speculative)  # of these
+        self.retired = False  # nobody will collect it any more
         self.batch: Batch | None = None
         self.future: ReadFuture | None = None
         self.error: BaseException | None = None  # the read could not be started

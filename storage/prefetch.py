@@ -47,7 +47,8 @@ class Prefetcher:
       tiers: where units are kept; their shape and dtype are what a read must bring.
       segment: the segment's key, under which the tiers keep its units.
       threads: threads that start reads, and speculative batches under way at once.
-      max_in_flight_bytes: bound on speculation queued, under way or read and not yet collected.
+      max_in_flight_bytes: bound on speculation queued, under way, or read and neither collected
+        nor cancelled.
       timeout_s: the longest that `collect` waits, in seconds.
 
     Raises:
@@ -154,7 +155,7 @@ class Prefetcher:
         try:
             if not asked.demand:
                 guessed, asked = asked, self._demand(asked.ids, asked.units)
-                self._queue.release(guessed.flights)
+                self._queue.release(guessed.flights, demand=False)
             started = time.monotonic()
             self._await(asked, started + self._timeout_s, out)
             waited = time.monotonic() - started if asked.flights else 0.0
@@ -164,8 +165,10 @@ class Prefetcher:
             self._let_go(asked)
             raise
         self._tiers.unpin([asked.ids[place] for place in asked.hits], used=True)
-        self._tiers.admit([asked.ids[place] for place in asked.misses], out, asked.misses)
-        self._queue.settle(asked.flights)
+        try:
+            self._tiers.admit([asked.ids[place] for place in asked.misses], out, asked.misses)
+        finally:  # in this order, so that another demand finds each unit in a tier or under way
+            self._queue.settle(asked.flights)
         with self._lock:
             self._counts = dataclasses.replace(
                 self._counts,
@@ -285,7 +288,7 @@ class Prefetcher:
 
     def _let_go(self, asked: _Ticket) -> None:
         self._tiers.unpin([asked.ids[place] for place in asked.hits])
-        self._queue.release(asked.flights)
+        self._queue.release(asked.flights, demand=asked.demand)
 
     def _take_counts(self, *, reset: bool) -> ReadCounts:
         read = self._queue.take_counts(reset=reset)

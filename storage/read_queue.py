@@ -113,7 +113,7 @@ class ReadQueue:
                 self._end(flight, "failed")
             self._counts["retried"] += len(lost)
             fresh = self._join([flight.unit for flight in lost], units, demand=True)
-            self._release(lost)
+            self._release(lost, guess=False)
         return [flight for flight in fresh if flight is not None]
 
     def wait(self, flights: Sequence[Flight], deadline: float, trust_s: float) -> list[Any]:
@@ -163,12 +163,17 @@ class ReadQueue:
             self._counts["prefetched"] += ahead
             self._counts["demanded"] += demanded
             self._counts["shared"] += shared
-            self._release(flights)
+            self._release(flights, guess=False)
 
-    def release(self, flights: Sequence[Flight]) -> None:
-        """Gives flights back unused. Queued reads that nobody else asked for are not started."""
+    def release(self, flights: Sequence[Flight], *, demand: bool) -> None:
+        """Gives flights back unused. Queued reads that nobody else asked for are not started.
+
+        Args:
+          flights: what `join` gave.
+          demand: as it was given to `join`.
+        """
         with self._lock:
-            self._release(flights)
+            self._release(flights, guess=not demand)
 
     def close(self, timeout_s: float) -> bool:
         """Ends the threads. Reads under way are left alone, queued ones are not started.
@@ -196,6 +201,7 @@ class ReadQueue:
             flight = known(unit)
             if flight is not None and not flight.broken:
                 flight.tickets += 1
+                flight.guesses += not demand
                 if demand and flight.speculative and not flight.started:
                     flight.speculative = False
                     self._held -= self._unit_bytes
@@ -218,22 +224,29 @@ class ReadQueue:
             self._threads.submit(batch)
         return flights
 
-    def _release(self, flights: Sequence[Flight]) -> None:
+    def _release(self, flights: Sequence[Flight], *, guess: bool) -> None:
         for flight in flights:
             flight.tickets -= 1
-            if flight.tickets:
-                continue
-            if self._flights.get(flight.unit) is flight:
-                del self._flights[flight.unit]
-            if not flight.started:
-                flight.batch = None
-                self._held -= self._unit_bytes if flight.speculative else 0
-                continue
-            if flight.outcome is None:
-                self._end(flight, "failed" if flight.broken else "unused")
-            flight.future = None
-            if flight.speculative and flight.batch is not None and flight.batch.finished:
-                self._held -= self._unit_bytes
+            flight.guesses -= guess
+            # What was taken is kept for nobody who only guessed that it might be.
+            if not flight.tickets or (flight.outcome and flight.tickets == flight.guesses):
+                self._retire(flight)
+
+    def _retire(self, flight: Flight) -> None:
+        if flight.retired:
+            return
+        flight.retired = True
+        if self._flights.get(flight.unit) is flight:
+            del self._flights[flight.unit]
+        if not flight.started:
+            flight.batch = None
+            self._held -= self._unit_bytes if flight.speculative else 0
+            return
+        if flight.outcome is None:
+            self._end(flight, "failed" if flight.broken else "unused")
+        flight.future = None
+        if flight.speculative and flight.batch is not None and flight.batch.finished:
+            self._held -= self._unit_bytes
 
     def _end(self, flight: Flight, outcome: Literal["used", "failed", "unused"]) -> None:
         """Counts what became of a started read, once."""
@@ -249,5 +262,4 @@ class ReadQueue:
 
     def _finished(self, batch: Batch) -> None:
         if batch.speculative:
-            unwanted = sum(not flight.tickets for flight in batch.flights)
-            self._held -= unwanted * self._unit_bytes
+            self._held -= self._unit_bytes * sum(flight.retired for flight in batch.flights)

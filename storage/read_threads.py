@@ -168,7 +168,7 @@ class ReadThreads:
             for place, flight in enumerate(batch.flights):
                 if error is not None:
                     flight.error = error
-                elif flight.tickets:
+                elif not flight.retired:
                     flight.future = futures[place]
             if error is not None:
                 self._finish(batch)

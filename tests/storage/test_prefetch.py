@@ -88,6 +88,28 @@ def test_demand_overtakes_queued_speculation(make, reader):
     check_sums(prefetcher.finish_request(), reader)
 
 
+def test_a_thread_that_may_do_either_starts_demand_first(make, reader):
+    leave = {page: threading.Event() for page in (0, 1)}
+
+    def stuck(units):
+        futures = reader(units)
+        if int(units[0, 3]) in leave:
+            leave[int(units[0, 3])].wait(20)
+        return futures
+
+    prefetcher = make(read=stuck, threads=1)
+    prefetcher.issue(pages(0), demand=False)
+    reader.wait_for_calls(1)
+    prefetcher.issue(pages(1), demand=True)  # for the thread that is left
+    reader.wait_for_calls(2)
+    prefetcher.issue(pages(10), demand=False)
+    prefetcher.issue(pages(11), demand=True)
+    leave[0].set()
+    reader.wait_for_calls(4)
+    assert [read_by(reader, call) for call in (2, 3)] == [[11], [10]]
+    leave[1].set()
+
+
 def test_a_large_guess_is_read_in_parts_that_demand_gets_between(make, reader):
     prefetcher = make(threads=1)
     reader.hold_all = True
@@ -181,6 +203,24 @@ def test_room_for_speculation_comes_back(make, reader):
         reader.let_go()
         until(lambda: not reader.open)
         prefetcher.finish_request()
+
+
+def test_a_guess_keeps_nothing_that_was_collected(make, reader):
+    """Or a long request would come to the bound, though all of its guesses were right."""
+    prefetcher = make(max_in_flight_bytes=8 * UNIT_BYTES)
+    guesses = []
+    for first in range(0, 400, 8):
+        units = pages(*range(first, first + 8))
+        guesses.append((prefetcher.issue(units, demand=False), units))
+        np.testing.assert_array_equal(
+            prefetcher.collect(prefetcher.issue(units, demand=True)), contents(units)
+        )
+        until(lambda: prefetcher._queue.held_bytes == 0)
+    assert prefetcher.counts().dropped == 0
+    assert len(reader.read_units) == 400
+    for ticket, units in guesses:  # they can still be collected, and are read anew
+        np.testing.assert_array_equal(prefetcher.collect(ticket), contents(units))
+    check_sums(prefetcher.finish_request(), reader)
 
 
 def test_no_speculation_at_all(make, reader):
