@@ -21,9 +21,15 @@ class ExactKeys:
 
     Attributes:
       block_tokens: tokens scored at once.
+
+    Raises:
+      KvjaxError: `block_tokens` is below 1.
     """
 
     block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        _check_block(self.block_tokens)
 
     def build(self, keys: Float[Array, "N Hkv P D"]) -> dict[str, Array]:
         """See `Sketch.build`: `keys`, [Hkv, N, P, D] in their own dtype."""
@@ -110,10 +116,10 @@ class LowBitKeys:
       bits: 2, 3 or 4.
       clip: share of each channel's range that the codes cover, above 0, at most 1; keys outside
         take the outermost code.
-      block_tokens: tokens unpacked and scored at once.
+      block_tokens: tokens unpacked and scored at once, at least 1.
 
     Raises:
-      KvjaxError: `bits` or `clip` is none of these.
+      KvjaxError: one of them is none of these.
     """
 
     bits: int = 3
@@ -128,6 +134,7 @@ class LowBitKeys:
                 f"clip is {self.clip!r}: must be above 0 and at most 1, the share of a channel's "
                 f"range that the codes cover"
             )
+        _check_block(self.block_tokens)
 
     def build(self, keys: Float[Array, "N Hkv P D"]) -> dict[str, Array]:
         """See `Sketch.build`.
@@ -150,8 +157,10 @@ class LowBitKeys:
         centre = middle.astype(jnp.float32) * middle_unit
         reach = jnp.maximum(high - centre, centre - low)  # half of what the codes must cover
         step, step_unit = _to_float8(reach * (2 * self.clip / (2**self.bits - 1)), up=True)
-        width = (step.astype(jnp.float32) * step_unit)[:, :, None, :]
-        codes = (pages - centre[:, :, None, :]) / jnp.where(width == 0, 1, width)
+        # By the unit first: XLA divides by multiplying with the reciprocal, which may underflow.
+        codes = (pages - centre[:, :, None, :]) / step_unit[:, :, None, :]
+        width = step.astype(jnp.float32)[:, :, None, :]
+        codes = codes / jnp.where(width == 0, 1, width)
         codes = jnp.round(codes + (2**self.bits - 1) / 2)
         codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
         units = jnp.concatenate([step_unit, middle_unit], axis=-1)
@@ -240,10 +249,14 @@ class LowBitKeys:
         return offsets.astype(dtype), middle
 
 
+def _check_block(block_tokens: int) -> None:
+    """Refuse blocks that hold no token."""
+    if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
+        raise KvjaxError(f"block_tokens is {block_tokens!r}: must be an integer of at least 1")
+
+
 def _block_pages(block_tokens: int, page_size: int, num_pages: int) -> int:
     """Pages scored at once."""
-    if block_tokens < 1:
-        raise KvjaxError(f"block_tokens is {block_tokens}: must be at least 1")
     return min(max(block_tokens // page_size, 1), num_pages)
 
 

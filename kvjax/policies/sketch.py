@@ -6,7 +6,7 @@ on that page's keys only. They are small, and stay in memory while the keys are 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from kvjax.errors import KvjaxError
 from kvjax.policies.mass import dot, group_rows, scaled, softmax_mass
 
 
+@runtime_checkable
 class Sketch(Protocol):
     """One way to guess each page's attention mass without its keys. Hashable, static under jit."""
 
