@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import time
 from typing import Any
 
 import tensorstore as ts
@@ -21,6 +22,8 @@ STATUS_ERRORS = (ValueError, IndexError, RuntimeError, NotImplementedError, OSEr
 # Payload is cached by the tiers, which count what they hold. TensorStore's own cache would keep
 # units a second time, uncounted.
 _CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 16}}
+
+_BRIDGED_GAPS = {"file": 255, "memory": 0}  # bytes, by TensorStore's driver
 
 _NOTHING = b"\x02"  # the generation of a value that is not there
 
@@ -44,6 +47,7 @@ class Blobs:
       kvstore: TensorStore's handle.
       url: where they are, with a "/" at the end.
       folder: the same as a path, if it is a folder of this machine.
+      bridged_gap: two reads of a value that are up to so many bytes apart become one.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -72,6 +76,7 @@ class Blobs:
                 "URL such as file:///data/pages, memory://pages/ or s3://bucket/pages/"
             ) from error
         self.folder = pathlib.Path(spec["path"]) if spec["driver"] == "file" else None
+        self.bridged_gap = _BRIDGED_GAPS.get(spec["driver"], 4095)
 
     def read(self, name: str, known: bytes | None = None) -> Blob:
         """A value, unless it is still of the generation `known`.
@@ -156,6 +161,27 @@ class Blobs:
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                     total += os.stat(os.path.join(where, name)).st_size
         return total
+
+    def remove_stale_locks(self, prefix: str, min_age_s: float) -> int:
+        """Removes what writers of this machine left beside values of a folder; returns the bytes.
+
+        TensorStore writes to NAME.__lock and renames it. A writer that was killed leaves that file,
+        which no listing shows; one that runs holds it only for a moment.
+
+        Args:
+          prefix: the folder, "" or ending in "/".
+          min_age_s: seconds since the file was last written.
+        """
+        freed = 0
+        if self.folder is None:
+            return freed
+        for path in (self.folder / prefix).glob("*.__lock"):
+            with contextlib.suppress(FileNotFoundError):  # its writer has just ended
+                found = path.stat()
+                if time.time() - found.st_mtime >= min_age_s:
+                    path.unlink()
+                    freed += found.st_size
+        return freed
 
     def delete(self, name: str) -> None:
         """Removes one value; does nothing where there is none.

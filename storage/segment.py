@@ -166,7 +166,7 @@ class Segment:
             )
 
     def _count(self, where: np.ndarray, sketches: int = 0) -> None:
-        payload, index = bytes_of_read(self.grid, where, self._blobs.folder is not None)
+        payload, index = bytes_of_read(self.grid, where, self._blobs.bridged_gap)
         with self._lock:
             old = self._read
             self._read = BytesRead(

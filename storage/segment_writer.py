@@ -49,6 +49,7 @@ def draft(
     Raises:
       ValueError: names the argument, what it was, and what to give.
     """
+    keys, values = np.asarray(keys), np.asarray(values)
     if keys.ndim != 5:
         raise ValueError(f"k has shape {keys.shape}; give [layers, pages, KV heads, tokens, dim]")
     if values.shape != keys.shape or values.dtype != keys.dtype:

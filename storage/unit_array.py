@@ -17,8 +17,6 @@ from kvjax.storage.errors import fault
 from kvjax.storage.layout import Grid
 
 _SHARDS_IN_FLIGHT = 3
-# TensorStore reads over gaps in a file up to this long rather than reading twice.
-_BRIDGED_GAP = 4095
 
 
 def description(grid: Grid, key: str) -> bytes:
@@ -141,7 +139,7 @@ def read_places(array: Any, grid: Grid, where: np.ndarray) -> Any:
     return array.vindex[index].read()
 
 
-def bytes_of_read(grid: Grid, where: np.ndarray, bridged: bool) -> tuple[int, int]:
+def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int, int]:
     """What TensorStore reads from files for one read of units: (payload, index) bytes.
 
     The index of each shard that is touched is read once, whole. Units are read with their
@@ -150,14 +148,13 @@ def bytes_of_read(grid: Grid, where: np.ndarray, bridged: bool) -> tuple[int, in
     Args:
       grid: the segment's extents.
       where: places [n], ascending, no two equal.
-      bridged: whether short gaps between units are read too, as in files of this machine.
+      bridged_gap: gaps between units up to so many bytes are read too.
     """
     _, _, kinds, pages = grid.units
     shard = where // (pages * kinds)
     payload = len(where) * grid.stored_unit_bytes
-    if bridged:
-        gaps = (np.diff(where) - 1) * grid.stored_unit_bytes
-        payload += int(gaps[(np.diff(shard) == 0) & (gaps <= _BRIDGED_GAP)].sum())
+    gaps = (np.diff(where) - 1) * grid.stored_unit_bytes
+    payload += int(gaps[(np.diff(shard) == 0) & (gaps <= bridged_gap)].sum())
     touched = 1 + int(np.count_nonzero(np.diff(shard))) if len(where) else 0
     return payload, touched * grid.index_bytes
 

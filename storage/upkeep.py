@@ -95,6 +95,7 @@ def collect_garbage(blobs: Blobs, catalog: Catalog, min_age_s: float) -> Freed:
         freed += blobs.size(f"data/{folder}/") or 0
         blobs.delete_folder(f"data/{folder}/")
         segments += 1
+    freed += sum(blobs.remove_stale_locks(place, min_age_s) for place in ("", "segments/", "use/"))
     known = catalog.index.entries.keys() | catalog.damaged.keys()
     for name in blobs.names("use/"):
         if name.removeprefix("use/").removesuffix(".json") not in known:

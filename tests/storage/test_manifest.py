@@ -1,0 +1,142 @@
+"""A manifest says what it is, or is a miss with the right reason."""
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.storage import manifest as manifests
+from kvjax.storage.errors import SegmentError
+from kvjax.storage.layout import Grid
+from kvjax.storage.manifest import Manifest, SketchEntry, decode, segment_key
+from tests.storage.pages import IDENTITY, LAYOUT, D, H, L, N, token_ids
+
+GRID = Grid(LAYOUT, L, N, H, D, "bfloat16")
+KEY = segment_key(IDENTITY, GRID, token_ids())
+
+
+def manifest(**changes):
+    fields = {
+        "key": KEY,
+        "identity": IDENTITY,
+        "grid": GRID,
+        "tokens": token_ids(),
+        "label": "a “model”",
+        "folder": f"{KEY}.1.00",
+        "created": 1.7e9 + 0.123456789,
+        "data_bytes": 10,
+        "array_sha256": "0" * 64,
+        "sketches": (SketchEntry("mean", "float8_e4m3fn", (2, 3), 6, "1" * 64),),
+    }
+    return Manifest(**(fields | changes))
+
+
+def reason(data, key=KEY):
+    with pytest.raises(SegmentError) as caught:
+        decode(key, data)
+    assert caught.value.key == key
+    return caught.value.reason
+
+
+def sealed(body):
+    """A manifest with a checksum that fits, whatever its body says."""
+    head = {"magic": manifests.MAGIC, "version": manifests.VERSION}
+    return json.dumps(head | {"sha256": manifests._digest(body), "body": body}).encode()
+
+
+def test_a_manifest_comes_back_field_by_field():
+    one = manifest()
+    two = decode(KEY, one.encode())
+    for field in dataclasses.fields(Manifest):
+        left, right = getattr(one, field.name), getattr(two, field.name)
+        assert np.array_equal(left, right) if field.name == "tokens" else left == right
+    with pytest.raises(ValueError, match="read-only"):
+        two.tokens[0] = 1
+
+
+def test_no_flipped_bit_is_believed():
+    """Wherever a bit flips, the manifest is a miss, or says exactly what was written."""
+    data = manifest().encode()
+    written = decode(KEY, data).encode()
+    seen = set()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << (place % 8)
+        try:
+            assert decode(KEY, bytes(flipped)).encode() == written
+        except SegmentError as miss:
+            seen.add(miss.reason)
+    assert seen == {"torn", "foreign", "version", "checksum"}
+
+
+@pytest.mark.parametrize("length", [0, 1, 10, 100, -1])
+def test_a_manifest_cut_short_is_torn(length):
+    assert reason(manifest().encode()[:length]) == "torn"
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{}", b"7", b'{"magic": "something"}', b"null"])
+def test_a_file_of_something_else_is_foreign(data):
+    assert reason(data) == "foreign"
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_version_is_a_miss_of_its_own(version):
+    written = json.loads(manifest().encode())
+    assert reason(json.dumps(written | {"version": version}).encode()) == "version"
+
+
+def test_the_manifest_of_another_segment_is_foreign():
+    other = dataclasses.replace(IDENTITY, tenant="b")
+    key = segment_key(other, GRID, token_ids())
+    assert reason(manifest().encode(), key) == "foreign"
+    assert reason(manifest(identity=other).encode()) == "foreign"
+    assert reason(manifest(key=key, identity=other).encode()) == "foreign"
+
+
+def changes():
+    """Each field that a key is made from, set to another value that could be true."""
+    body = json.loads(manifest().encode())["body"]
+    yield from (("identity", name, "other") for name in body["identity"])
+    yield from (("layout", *pair) for pair in (("page_size", 2), ("layers", 1), ("heads", 2)))
+    yield "layout", "split_kv", True
+    for name, value in (("layers", 8), ("heads", 1), ("head_dim", 16), ("dtype", "float16")):
+        yield "grid", name, value
+
+
+@pytest.mark.parametrize(("group", "name", "value"), list(changes()))
+def test_each_field_of_the_header_is_checked_against_the_key(group, name, value):
+    """Another model, rope setting, dtype, page size, tenant or layout: a miss, never used."""
+    body = json.loads(manifest().encode())["body"]
+    assert body[group][name] != value
+    body[group][name] = value
+    assert reason(sealed(body)) == "foreign"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identity": {"weights": "x"}},
+        {"layout": {"page_size": 0}},
+        {"tokens": "!!"},
+        {"tokens": ""},
+        {"sketches": [{}]},
+        {"sketches": None},
+        {"grid": {}},
+        {"grid": None},
+    ],
+)
+def test_fields_that_are_missing_or_make_no_sense_are_foreign(change):
+    body = json.loads(manifest().encode())["body"]
+    assert reason(sealed(body | change)) == "foreign"
+    for name in ("tokens", "folder", "data_bytes"):
+        assert reason(sealed({key: body[key] for key in body if key != name})) == "foreign"
+
+
+def test_the_format_has_not_moved():
+    """What is on disks already has this key and this form; a change needs a new version."""
+    assert KEY == "75c2da0f9001a41caf3caf9f50d47b1c6961963596f6100a0d22384a88cbc356"
+    text = json.dumps(json.loads(manifest().encode()), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == "6ebe2b86502c9bc1960cb2e2f084fe02f454c21198ddc094781c78e947b72af0"
