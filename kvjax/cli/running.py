@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax import programs
 from kvjax.cli.console import Bars, size_of, table
-from kvjax.decode import Stats
+from kvjax.decode import PrefixStats, Stats
 from kvjax.load import load
 from kvjax.model import Model
 
@@ -40,6 +40,8 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
     )
     for dtype, count in stats.cache_bytes.items():
         rows.append((f"cache, {dtype}", size_of(count)))
+    if stats.prefix is not None:
+        rows += prefix_rows(stats.prefix)
     if verbose:
         rows.append(("load", f"{load_seconds:.2f} s"))
         rows.append(("compile", f"{stats.compile_seconds:.2f} s, {stats.compilations} programs"))
@@ -49,6 +51,20 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
         else:
             rows.append(("run", f"{stats.run_seconds:.2f} s"))
     table(rows)
+
+
+def prefix_rows(prefix: PrefixStats) -> list[tuple[str, str]]:
+    """What a stored prefix gave, as rows of a table."""
+    amplification = prefix.read_amplification
+    return [
+        ("stored pages attended to", f"{prefix.pages_chosen:,} of {prefix.pages:,}"),
+        ("read from the store", size_of(prefix.bytes_read)),
+        ("of which guessed wrong", size_of(prefix.bytes_wasted)),
+        ("indexes and sketches read", size_of(prefix.index_bytes + prefix.sketch_bytes)),
+        ("read amplification", "-" if amplification is None else f"{amplification:.2f}"),
+        ("already in memory", f"{prefix.host_hits:,} of {prefix.units:,} reads"),
+        ("waited for reads", f"{prefix.wait_seconds:.3f} s of {prefix.read_seconds:.3f} s"),
+    ]
 
 
 def stats_as_json(stats: Stats, load_seconds: float) -> dict[str, Any]:

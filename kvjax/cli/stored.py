@@ -5,17 +5,20 @@ from typing import Annotated
 
 import typer
 
-from kvjax.decode.prefixes import PrefixCache, PrefixConfig
+from kvjax.cli import prompt
+from kvjax.decode import PrefixCache, PrefixConfig
+from kvjax.errors import KvjaxError
+from kvjax.model import Model
 from kvjax.registry import cache_root
 
-_PANEL = "Stored prefixes"
+PANEL = "Stored prefixes"
 
 StoreUrl = Annotated[
     str | None,
     typer.Option(
         "--store",
         help="The page store: a folder, or a URL such as s3://BUCKET/FOLDER/.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=PANEL,
         show_default="in the cache folder",
     ),
 ]
@@ -36,52 +39,52 @@ def prefix_options(
         str,
         typer.Option(
             help="Most of a stored prefix that is read: '5%', '64 pages', '1024 tokens', '8MB'.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.budget,
     select_by: Annotated[
         str,
         typer.Option(
-            help="What stands in for the keys when pages are chosen: low-bit, mean, quest, or all "
-            "for every page.",
-            rich_help_panel=_PANEL,
+            help="What pages are chosen by: low-bit, mean, quest, keys, h2o, impress, or all for "
+            "every page.",
+            rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.by,
     select_bits: Annotated[
-        int, typer.Option(help="Bits of low-bit keys: 2, 3 or 4.", rich_help_panel=_PANEL)
+        int, typer.Option(help="Bits of low-bit keys: 2, 3 or 4.", rich_help_panel=PANEL)
     ] = PrefixConfig.bits,
     select_who: Annotated[
         str,
         typer.Option(
             help="Who chooses: every KV head, every layer, or a period's first layer (head, layer, "
             "period).",
-            rich_help_panel=_PANEL,
+            rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.who,
     period: Annotated[
-        int, typer.Option(help="Layers that share guesses.", rich_help_panel=_PANEL)
+        int, typer.Option(help="Layers that share guesses.", rich_help_panel=PANEL)
     ] = PrefixConfig.period,
     prefetch: Annotated[
-        bool, typer.Option(help="Read pages ahead on a guess.", rich_help_panel=_PANEL)
+        bool, typer.Option(help="Read pages ahead on a guess.", rich_help_panel=PANEL)
     ] = PrefixConfig.prefetch,
     load_policy: Annotated[
         str,
         typer.Option(
             help="load, recompute, or auto: whichever is estimated to be faster.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.load_policy,
     on_read_failure: Annotated[
-        str, typer.Option(help="recompute or fail.", rich_help_panel=_PANEL)
+        str, typer.Option(help="recompute or fail.", rich_help_panel=PANEL)
     ] = PrefixConfig.on_read_failure,
     host_budget: Annotated[
-        int, typer.Option(help="MB of memory for stored pages.", rich_help_panel=_PANEL)
+        int, typer.Option(help="MB of memory for stored pages.", rich_help_panel=PANEL)
     ] = PrefixConfig.host_bytes >> 20,
     placement: Annotated[
         str,
         typer.Option(
             help="Which pages stay in memory: attention, impress, lru or lfu.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.placement,
 ) -> PrefixConfig:
@@ -103,3 +106,26 @@ def prefix_options(
 def open_prefixes(store: str | None, cache_dir: Path | None, config: PrefixConfig) -> PrefixCache:
     """The prefixes of the store that a command means."""
     return PrefixCache(store_url(store, cache_dir), config=config)
+
+
+def after_prefix(
+    model: Model, prefixes: PrefixCache, key: str, text: str, *, chat: bool
+) -> list[int]:
+    """The tokens of a stored document, and then of a text about it.
+
+    Args:
+      model: whose tokenizer to use.
+      prefixes: where the document is.
+      key: its key, or the first digits.
+      text: what follows, after a blank line.
+      chat: whether the document was stored as the beginning of a chat's first turn.
+
+    Raises:
+      KvjaxError: nothing is stored under this key, or the model cannot tokenize or has no chat
+        template.
+    """
+    if model.tokenizer is None:
+        raise KvjaxError(f"{model.name} came without a tokenizer: it cannot be asked in words")
+    after = prompt.around_chat(model, None)[1] if chat else ""
+    ids = model.tokenizer.encode(f"\n\n{text}{after}", add_bos=False)
+    return [*prefixes.tokens(key), *ids]

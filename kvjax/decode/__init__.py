@@ -1,7 +1,16 @@
 """Running a model through the cache: `generate`, `stream` and `score`."""
 
-from kvjax.decode.generate import Progress, generate
-from kvjax.decode.results import FinishReason, Generation, Score, Stats, StreamEvent
+from kvjax.decode.calls import Progress
+from kvjax.decode.generate import generate
+from kvjax.decode.prefixes import PrefixCache, PrefixConfig
+from kvjax.decode.results import (
+    FinishReason,
+    Generation,
+    PrefixStats,
+    Score,
+    Stats,
+    StreamEvent,
+)
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.score import score
 from kvjax.decode.stream import stream
@@ -9,6 +18,9 @@ from kvjax.decode.stream import stream
 __all__ = [
     "FinishReason",
     "Generation",
+    "PrefixCache",
+    "PrefixConfig",
+    "PrefixStats",
     "Progress",
     "Sampling",
     "Score",

@@ -1,7 +1,6 @@
 """`generate`: prefill and the decode loop as one jitted program."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +12,13 @@ from jaxtyping import Array, Bool, Int32
 from kvjax.cache import Reservation
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
+from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite, text_of
 from kvjax.decode.meter import Meter
-from kvjax.decode.results import FinishReason, Generation
+from kvjax.decode.prefixes import PrefixCache
+from kvjax.decode.results import Generation
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import (
-    FULL,
-    STOPPED,
     DecodeState,
     Prompts,
     Rules,
@@ -28,15 +27,9 @@ from kvjax.decode.step import (
     prefill_chunk,
     start,
 )
-from kvjax.errors import KvjaxError, check_integer
+from kvjax.decode.stream import stream
+from kvjax.errors import check_integer
 from kvjax.model import Model
-from kvjax.spec import KVSpec
-
-Progress = Callable[[str, float], None]
-"""progress(phase, share): phases are "compile", "prefill" and "decode"; share is 0 to 1."""
-
-REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length"}
-"""The word for a row's `finished` code, once it does not run."""
 
 
 class _Result(NamedTuple):
@@ -60,6 +53,7 @@ def generate(
     cache: CacheConfig | None = None,
     prefill_chunk: int = 512,
     progress: Progress | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> Generation:
     """Continue prompts through a paged KV cache.
 
@@ -79,6 +73,8 @@ def generate(
       cache: page size, pool size, dtype and attention implementation; None is the default.
       prefill_chunk: most tokens prefilled at once.
       progress: called as phases begin and end.
+      prefixes: where to look for a stored beginning of the prompt, which is then read instead of
+        computed, as much of it as the budget allows; for one prompt.
 
     Returns:
       Tokens, texts, reasons and statistics, a row a prompt.
@@ -88,6 +84,20 @@ def generate(
         before anything is traced. After the run: a row's logits are not finite.
       PoolExhaustedError: the pool is too small; it carries the pages needed and free.
     """
+    if prefixes is not None:
+        return _streamed(
+            model,
+            inputs.only_prompt(model, prompts),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            key=key,
+            stop_tokens=stop_tokens,
+            stop_at_eos=stop_at_eos,
+            cache=cache,
+            prefill_chunk=prefill_chunk,
+            progress=progress,
+            prefixes=prefixes,
+        )
     meter = Meter()
     limit = check_integer("max_new_tokens", max_new_tokens, 1)
     sampling, cache = sampling or Sampling(), cache or CacheConfig()
@@ -132,6 +142,19 @@ def generate(
             new_tokens=sum(map(len, rows)),
             pages_used=int(result.pages_used),
         ),
+    )
+
+
+def _streamed(model: Model, ids: list[int], **options: Any) -> Generation:
+    """What a stream gives, gathered."""
+    events = list(stream(model, ids, **options))
+    last = events[-1]
+    assert last.finish_reason is not None and last.stats is not None  # noqa: PT018  every stream ends so
+    return Generation(
+        tokens=[[event.token for event in events]],
+        texts=["".join(event.text for event in events)],
+        finish_reasons=[last.finish_reason],
+        stats=last.stats,
     )
 
 
@@ -185,35 +208,6 @@ def prefill(decoder: Any, shapes: Shapes, prompts: Prompts, rules: Rules) -> Dec
         return index + 1, state
 
     return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
-
-
-def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
-    """What the cache of a call stores: the model's layers in the configured dtype."""
-    spec = model.spec
-    return spec if cache.dtype is None else dataclasses.replace(spec, dtype=cache.dtype)
-
-
-def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:
-    """The text of drawn tokens, without a final stop token and control tokens."""
-    if model.tokenizer is None:
-        return ""
-    shown = tokens[:-1] if tokens and tokens[-1] in set(stops) else tokens
-    return model.tokenizer.decode(list(shown))
-
-
-def not_finite(where: str, model: Model, shapes: Shapes) -> KvjaxError:
-    """What to raise where logits are NaN or infinite.
-
-    Args:
-      where: the prompt or the token.
-      model: whose logits they are.
-      shapes: the program's.
-    """
-    return KvjaxError(
-        f"{where}: the logits of {model.name} are not finite; its weights are {model.dtype} and "
-        f"its keys and values {shapes.spec.dtype}, which may not reach far enough: try "
-        f"CacheConfig(dtype='float32'), and load the model with dtype='float32'"
-    )
 
 
 def _silent(phase: str, share: float) -> None:

@@ -70,6 +70,21 @@ def prompt_list(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> lis
     return [token_ids(model, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
+def only_prompt(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> list[int]:
+    """The ids of the one prompt there is.
+
+    Raises:
+      KvjaxError: there are several, or it is not usable.
+    """
+    rows = prompt_list(model, prompts)
+    if len(rows) > 1:
+        raise KvjaxError(
+            f"prompts are {len(rows)}: a stored prefix serves one prompt at a time; call once for "
+            f"each, or leave out prefixes"
+        )
+    return rows[0]
+
+
 def stop_ids(model: Model, stop_tokens: Sequence[int], stop_at_eos: bool) -> list[int]:
     """The ids that end a row.
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from kvjax.decode import inputs
-from kvjax.decode.generate import Progress
+from kvjax.decode.calls import Progress
 from kvjax.decode.meter import Meter
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import DecodeState, Prompts, prefill_chunk, start

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.budget import Budget
-from kvjax.decode.choosing import ByPages, Selection, StoredPrefix
-from kvjax.decode.generate import Progress
+from kvjax.decode.calls import Progress
+from kvjax.decode.choosing import ByPages, ByTokens, Selection, StoredPrefix
 from kvjax.decode.identity import identity
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
 from kvjax.decode.meter import Meter
@@ -25,17 +25,17 @@ from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.errors import KvjaxError
 from kvjax.model import Model, kv_spec
-from kvjax.policies import Choice, LowBitKeys, MeanKeys, QuestBounds, Sketch
+from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
 from kvjax.policies.select import Who
 from kvjax.storage.layout import Layout
-from kvjax.storage.page_store import Match, PageStore
+from kvjax.storage.page_store import PageStore
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
 from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.segment import Segment, SegmentInfo
 from kvjax.storage.sessions import PageReads, opened
 from kvjax.storage.tiers import Tiers
 
-By = Literal["low-bit", "mean", "quest", "all"]
+By = Literal["low-bit", "mean", "quest", "keys", "impress", "h2o", "all"]
 LoadPolicy = Literal["auto", "load", "recompute"]
 Placement = Literal["attention", "impress", "lru", "lfu"]
 
@@ -44,6 +44,9 @@ TAIL = "tail"
 
 PREFILL_S = "prefill_s"
 """Name of the array that keeps the seconds that prefilling took."""
+
+OPEN_SEGMENTS = 8
+"""Stored prefixes that stay open; the store does not evict them."""
 
 LARGEST_SUFFIX = 2048
 """Tokens after the stored pages that one program prefills at once."""
@@ -55,8 +58,11 @@ class PrefixConfig:
 
     Attributes:
       budget: most of a prefix that is read: a share, pages, tokens or bytes.
-      by: what stands in for the keys when pages are chosen: the keys in `bits` bits, page means
-        (ShadowKV), Quest's bounds; or "all": every page that the budget allows, in order.
+      by: what pages are chosen by: "low-bit", the keys in `bits` bits; "mean", page means
+        (ShadowKV); "quest", Quest's bounds; "keys", all keys of a deciding layer, read from the
+        store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
+        tokens by the keys of three KV heads, if these agree; "all", as many pages as the budget
+        allows, in order.
       bits: of low-bit keys, 2, 3 or 4.
       clip: share of a channel's range that low-bit codes cover.
       who: "head", "layer" or "period" chooses.
@@ -104,14 +110,37 @@ class PrefixConfig:
         return Choice(who=self.who, period=self.period)
 
     def sketch(self) -> Sketch | None:
-        """What pages are chosen by; None for "all"."""
-        sketches: dict[str, Sketch | None] = {
-            "low-bit": LowBitKeys(self.bits, self.clip) if self.by == "low-bit" else None,
-            "mean": MeanKeys(),
-            "quest": QuestBounds(),
-            "all": None,
-        }
-        return sketches[self.by]
+        """What is kept in memory to choose by, if anything is."""
+        if self.by == "low-bit":
+            return LowBitKeys(self.bits, self.clip)
+        if self.by == "mean":
+            return MeanKeys()
+        return QuestBounds() if self.by == "quest" else None
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether tokens are chosen, rather than pages."""
+        return self.by in ("impress", "h2o")
+
+    def selection(self) -> Selection:
+        """How a program chooses."""
+        if self.by_tokens:
+            return ByTokens(probe_heads=3 if self.by == "impress" else None)
+        return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
+
+    def layout(self, page_size: int, heads: int) -> Layout:
+        """How prefixes are cut into reads: what is always chosen together is read together.
+
+        Args:
+          page_size: tokens a page.
+          heads: KV heads of a layer.
+        """
+        return Layout(
+            page_size=page_size,
+            layers=self.period if self.who == "period" and self.by != "keys" else 1,
+            heads=1 if self.who == "head" or self.by == "impress" else heads,
+            split_kv=self.by in ("keys", "impress", "h2o"),
+        )
 
     def sketch_name(self) -> str:
         """What the sketch is called in a segment."""
@@ -156,6 +185,7 @@ class PrefixCache:
         self._tiers: dict[Any, Tiers] = {}
         self._sketches: dict[tuple[str, str], tuple[dict[str, jax.Array], ...]] = {}
         self._costs: dict[str, CostModel] = {}
+        self._open: dict[str, Segment] = {}  # the least recently used first
 
     def add(
         self,
@@ -196,11 +226,6 @@ class PrefixCache:
             )
         report = progress or (lambda phase, share: None)
         keys, values, seconds = prefilled_pages(model, ids, cache, prefill_chunk, report)
-        layout = Layout(
-            page_size=size,
-            layers=self.config.period if self.config.who == "period" else 1,
-            heads=1 if self.config.who == "head" else keys.shape[2],
-        )
         arrays = {
             TAIL: np.asarray(ids[whole:], np.int32),
             PREFILL_S: np.asarray(seconds, np.float32),
@@ -211,7 +236,7 @@ class PrefixCache:
             ids[:whole],
             keys,
             values,
-            layout=layout,
+            layout=self.config.layout(size, keys.shape[2]),
             sketches=arrays,
             label=label or model.name,
         )
@@ -268,29 +293,30 @@ class PrefixCache:
         match = self.store.find(name, ids[:-1], shapes.page_size)
         if match is None:
             return None
-        with match.segment as segment:
-            call = _Call(self, model, ids, match, shapes, int(limits[0]))
-            if self.config.load_policy == "auto" and not self._worth_loading(segment, call):
-                return None
-            before = segment.bytes_read().payload
-            with self._reader(segment) as reader:
-                state, reads = call.run(reader, limits, meter)
-                counts = reader.finish_request()
-            total = segment.bytes_read()
+        segment = self._kept_open(match.segment)
+        call = _Call(self, model, ids, segment, match.pages, shapes, int(limits[0]))
+        if self.config.load_policy == "auto" and not self._worth_loading(segment, call):
+            return None
+        before = segment.bytes_read()
+        with self._reader(segment) as reader:
+            state, reads = call.run(reader, limits, meter)
+            counts = reader.finish_request()
+        after = segment.bytes_read()
         if reads.failure is not None:
+            self._open.pop(segment.info.key).close()
             if self.config.on_read_failure == "fail":
                 raise KvjaxError(f"a stored prefix could not be read: {reads.failure}")
             return None
         stats = PrefixStats(
-            key=match.key,
+            key=segment.info.key,
             pages=match.pages,
             pages_chosen=call.count,
             page_size=shapes.page_size,
-            bytes_read=total.payload - before,
+            bytes_read=after.payload - before.payload,
             bytes_used=reads.bytes_used,
             bytes_scored=reads.bytes_scored,
-            index_bytes=total.index,
-            sketch_bytes=total.sketches,
+            index_bytes=after.index - before.index,
+            sketch_bytes=call.sketch_bytes,
             bytes_wasted=counts.wasted_bytes,
             bytes_prefetched=counts.prefetched * counts.unit_bytes,
             host_hits=counts.host_hits,
@@ -308,8 +334,10 @@ class PrefixCache:
           KvjaxError: the prefix was stored without it.
           SegmentError: it is damaged.
         """
+        layers, pages = segment.info.shape[:2]
+        room = half_step(pages)
         if self.config.sketch() is None:
-            return ()
+            return ({"pages": jnp.zeros((room,), jnp.int32)},) * layers  # only for its size
         name = self.config.sketch_name()
         key = segment.info.key, name
         if key not in self._sketches:
@@ -321,10 +349,9 @@ class PrefixCache:
                     f"the stored prefix {segment.info.key[:12]} has no {name} sketch, only "
                     f"{', '.join(there) or 'none'}: choose by one of these, or store it again"
                 )
-            room = half_step(segment.info.shape[1])
             self._sketches[key] = tuple(
                 {part: _padded(array[layer], room) for part, array in parts.items()}
-                for layer in range(segment.info.shape[0])
+                for layer in range(layers)
             )
         return self._sketches[key]
 
@@ -337,6 +364,18 @@ class PrefixCache:
         layers = [jax.device_get(build(jnp.asarray(layer))) for layer in keys]
         name = self.config.sketch_name()
         return {f"{name}.{part}": np.stack([a[part] for a in layers]) for part in layers[0]}
+
+    def _kept_open(self, found: Segment) -> Segment:
+        """The same segment as opened before, if it was: what it knows of its shards is read."""
+        kept = self._open.pop(found.info.key, None)
+        if kept is None:
+            kept = found
+        else:
+            found.close()
+        self._open[kept.info.key] = kept
+        while len(self._open) > OPEN_SEGMENTS:
+            self._open.pop(next(iter(self._open))).close()
+        return kept
 
     def _reader(self, segment: Segment) -> Prefetcher:
         """Reads a segment through memory that all segments of its form share."""
@@ -378,25 +417,30 @@ class _Call:
         prefixes: PrefixCache,
         model: Model,
         ids: list[int],
-        match: Match,
+        segment: Segment,
+        pages: int,
         plain: Shapes,
         new_tokens: int,
     ) -> None:
         config, size, spec = prefixes.config, plain.page_size, plain.spec
-        self.model, self.match, self.spec, self.config = model, match, spec, config
-        self.sketches = prefixes.sketches_of(match.segment)
-        self.prefix_tokens = match.pages * size
+        self.model, self.spec, self.config = model, spec, config
+        self.segment, self.pages = segment, pages
+        before = segment.bytes_read().sketches
+        self.sketches = prefixes.sketches_of(segment)
+        self.sketch_bytes = segment.bytes_read().sketches - before
+        self.prefix_tokens = pages * size
         self.suffix = ids[self.prefix_tokens :]
         choice = config.choice()
         self.count = Budget(config.budget).pages(
-            match.pages,
+            pages,
             page_size=size,
             page_bytes=spec.bytes_per_page(size),
-            least=min(choice.first + choice.last, match.pages),
+            least=min(choice.first + choice.last, pages),
         )
-        self.selection = ByPages(config.sketch(), choice)
-        padded = half_step(match.segment.info.shape[1])
-        self.room = min(half_step(self.count), padded)
+        self.selection = config.selection()
+        # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
+        most = half_step(segment.info.shape[1])
+        self.room = self.count if config.by_tokens else min(half_step(self.count), most)
         shapes = plan(
             model.config,
             spec,
@@ -412,16 +456,17 @@ class _Call:
         self, reader: Prefetcher, limits: Int32[Array, " B"], meter: Meter
     ) -> tuple[DecodeState, PageReads]:
         """Re-prefill; whether it succeeded is in the reads."""
-        info = self.match.segment.info
+        info = self.segment.info
         layers, _, heads, _, _ = info.shape
         reads = PageReads(
             reader,
-            unit_shape=self.match.segment.unit_shape,
-            dtype=self.match.segment.grid.numpy_dtype,
+            unit_shape=self.segment.unit_shape,
+            dtype=self.segment.grid.numpy_dtype,
             layers=layers,
             heads=heads,
-            pages=self.match.pages,
+            pages=self.pages,
             period=self.config.period,
+            key_stride=self.config.period if self.config.who == "period" else 1,
             speculate=self.config.prefetch,
         )
         state = empty_state(self.model, self.shapes, limits, meter)
@@ -430,7 +475,7 @@ class _Call:
         with opened(reads) as handle:
             prefix = StoredPrefix(
                 self.sketches,
-                jnp.int32(self.match.pages),
+                jnp.int32(self.pages),
                 jnp.int32(self.count),
                 jnp.int32(handle),
             )

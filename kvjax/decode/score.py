@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache import Reservation
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.generate import Progress, cache_spec, not_finite
+from kvjax.decode.calls import Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.results import Score
 from kvjax.decode.shapes import SMALLEST_CHUNK, Shapes, plan

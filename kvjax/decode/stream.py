@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.generate import REASONS, Progress, cache_spec, not_finite
+from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, prefilled
 from kvjax.decode.prefixes import PrefixCache

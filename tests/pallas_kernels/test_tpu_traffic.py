@@ -95,7 +95,7 @@ def test_decode_reads_no_more_than_it_must_from_2k_tokens_on():
     for call_ in kernel_traffic.workloads(quick=True):
         if call_.heads.head_dim >= 128 and "one call" not in call_.name:
             rows = kernel_traffic.rows_of(call_, kernel_traffic.count(call_))
-            assert all(row["met"] for row in rows), call_
+            assert all(row.met for row in rows), call_
 
 
 def test_needed_bytes_by_hand():

@@ -103,8 +103,8 @@ def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES,
         period=2,
         speculate=speculate,
     )
-    sketches = ()
-    if selection.by is not None:
+    sketches = ({"pages": jnp.zeros((PREFIX_PAGES,), jnp.int32)},) * layers
+    if selection.by is not None and not isinstance(selection.by, ExactKeys):
         sketches = tuple(selection.by.build(jnp.asarray(k).swapaxes(0, 1)) for k in keys)
     num_pages = room + -(-SUFFIX // PAGE) + 1
     cache = init(model.spec, num_pages=num_pages, batch=1, max_pages=num_pages, page_size=PAGE)
@@ -124,8 +124,16 @@ def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES,
     return state, bool(ok), reads, reader
 
 
-@pytest.mark.parametrize("by", [None, *SKETCHES], ids=repr)
-@pytest.mark.parametrize("who", ["head", "layer", "period"])
+@pytest.mark.parametrize(
+    ("by", "who"),
+    [
+        (None, "head"),
+        *((by, "head") for by in SKETCHES),
+        (LowBitKeys(3), "layer"),
+        (MeanKeys(), "period"),
+    ],
+    ids=repr,
+)
 def test_every_page_equals_plain_prefill(model, tokens, stored, by, who):
     exact = prefilled(model, tokens)
     state, ok, reads, _ = run(
@@ -154,7 +162,7 @@ def test_every_layout_of_units_gives_the_same(model, tokens, stored, layout):
 
 def test_a_part_is_what_attention_over_those_pages_gives(model, tokens, stored):
     """The cache holds the chosen pages, head by head, then the suffix at its own positions."""
-    state, ok, _, reader = run(model, tokens, stored, ByPages(ExactKeys()), 3)
+    state, ok, _, reader = run(model, tokens, stored, ByPages(LowBitKeys(4)), 3)
     assert ok
     keys, _ = stored
     cache = state.cache

@@ -1,0 +1,212 @@
+"""One way of answering questions about a stored document: its time, bytes and quality."""
+
+import dataclasses
+import os
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.needles import Needle
+from kvjax.config import CacheConfig
+from kvjax.decode import PrefixCache, PrefixConfig, PrefixStats
+from kvjax.decode.inputs import padded_stops, prng_key
+from kvjax.decode.meter import Meter
+from kvjax.decode.opening import prefilled
+from kvjax.decode.program import compiled
+from kvjax.decode.sampling import Sampling, make_sampler
+from kvjax.decode.shapes import Shapes, plan
+from kvjax.decode.step import DecodeState, Rules, decode_step
+from kvjax.model import Model
+
+STEPS = 32
+"""Greedy tokens after the first that distributions are compared over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one question got."""
+
+    logprobs: np.ndarray  # float32 [1 + STEPS, V], the first token's, then of forced greedy steps
+    tokens: list[int]  # greedy, of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one method did over all questions."""
+
+    ttft_s: float  # median over questions and repeats, compilation excluded
+    stats: PrefixStats | None  # of the run of median time
+    answers: list[Answer]
+    again: PrefixStats | None = None  # of a second question with the first one's pages in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A document and questions about it."""
+
+    model: Model
+    document: list[int]
+    needles: Sequence[Needle]
+    repeats: int
+
+    def prompt(self, needle: Needle) -> list[int]:
+        """The document, then a question."""
+        assert self.model.tokenizer is not None
+        return self.document + self.model.tokenizer.encode(needle.question, add_bos=False)
+
+    def shapes(self, ids: list[int]) -> Shapes:
+        """Of programs that run a prompt whole."""
+        config = self.model.config
+        return plan(
+            config,
+            self.model.spec,
+            [len(ids)],
+            new_tokens=STEPS + 2,
+            prefill_chunk=512,
+            cache=CacheConfig(),
+        )
+
+
+def rules(model: Model) -> Rules:
+    """Greedy, to the last step."""
+    return Rules(
+        sampler=make_sampler(Sampling(), model.config.vocab_size),
+        key=prng_key(0),
+        stop_tokens=padded_stops([]),
+        limits=jnp.asarray([STEPS + 2], jnp.int32),
+    )
+
+
+def recompute(task: Task, say: Callable[[str], None]) -> Outcome:
+    """Prefill of the whole prompt, as if nothing were stored: the reference."""
+
+    def run(ids: list[int]) -> tuple[DecodeState, Shapes, None, float]:
+        meter = Meter()
+        shapes = task.shapes(ids)
+        silent = lambda phase, share: None  # noqa: E731
+        state = prefilled(task.model, ids, shapes, rules(task.model).limits, meter, silent)
+        return jax.block_until_ready(state), shapes, None, meter.seconds
+
+    return _measured(task, run, None, say, repeats=1)
+
+
+def stored(
+    task: Task,
+    folder: pathlib.Path,
+    config: PrefixConfig,
+    forced: list[list[int]],
+    say: Callable[[str], None],
+    kind: type[PrefixCache] = PrefixCache,
+) -> Outcome:
+    """Re-prefill from a store, from disk each time; then once more with pages in memory."""
+    cold = kind(folder, config=dataclasses.replace(config, host_bytes=0))
+    run = _loader(task, cold, folder)
+    outcome = _measured(task, run, forced, say, repeats=task.repeats)
+    warm = kind(folder, config=config)
+    again = None
+    for needle in task.needles[:2]:
+        again = _loader(task, warm, folder)(task.prompt(needle))[2]
+    return dataclasses.replace(outcome, again=again)
+
+
+def _loader(task: Task, prefixes: PrefixCache, folder: pathlib.Path) -> Callable[..., Any]:
+    def run(ids: list[int]) -> tuple[DecodeState, Shapes, PrefixStats, float]:
+        drop_page_cache(folder)
+        meter = Meter()
+        found = prefixes.prefill(
+            task.model, ids, task.shapes(ids), limits=rules(task.model).limits, meter=meter
+        )
+        if found is None:
+            raise RuntimeError("the stored document was not used: it should have been")
+        state, shapes, stats = found
+        return state, shapes, stats, meter.seconds
+
+    return run
+
+
+def _measured(
+    task: Task,
+    run: Callable[[list[int]], Any],
+    forced: list[list[int]] | None,
+    say: Callable[[str], None],
+    *,
+    repeats: int,
+) -> Outcome:
+    times, all_stats, answers = [], [], []
+    for index, needle in enumerate(task.needles):
+        ids = task.prompt(needle)
+        say(f"question {index + 1} of {len(task.needles)}")
+        state = shapes = None
+        for repeat in range(repeats + (index == 0)):
+            state, shapes, stats, seconds = run(ids)
+            if index or repeat:  # the first run compiles and warms up
+                times.append(seconds)
+                all_stats.append(stats)
+        assert state is not None and shapes is not None  # noqa: PT018  repeats is at least 1
+        answers.append(_answer(task.model, state, shapes, forced[index] if forced else None))
+    middle = sorted(range(len(times)), key=times.__getitem__)[len(times) // 2]
+    return Outcome(statistics.median(times), all_stats[middle], answers)
+
+
+def _answer(model: Model, state: DecodeState, shapes: Shapes, forced: list[int] | None) -> Answer:
+    """Distributions over forced tokens (or its own, if None), and its own greedy tokens."""
+    arguments = (model.params, state, rules(model))
+    free = jnp.full((STEPS,), -1, jnp.int32)
+    given = free if forced is None else jnp.asarray(forced[:STEPS], jnp.int32)
+    program, _ = compiled(_decode, (model.graphdef, shapes), *arguments, free)
+    own_logprobs, own = jax.device_get(program(*arguments, free))
+    if forced is None:
+        return Answer(own_logprobs, own.tolist())
+    logprobs, _ = jax.device_get(program(*arguments, given))
+    return Answer(logprobs, own.tolist())
+
+
+def _decode(static: Any, params: Any, state: DecodeState, rules: Rules, given: jax.Array) -> Any:
+    """Decode over given tokens, or greedily where they are -1."""
+    graphdef, shapes = static
+    decoder = nnx.merge(graphdef, params)
+
+    def logprobs(state: DecodeState) -> jax.Array:
+        return jax.nn.log_softmax(decoder.logits(state.hidden), axis=-1)[0]
+
+    def step(state: DecodeState, token: jax.Array) -> Any:
+        best = jnp.argmax(logprobs(state)).astype(jnp.int32)
+        token = jnp.where(token < 0, best, token)
+        state = dataclasses.replace(state, tokens=token[None])
+        state = decode_step(decoder, state, rules, implementation=shapes.attention)
+        return state, (logprobs(state), token)
+
+    first = logprobs(state)
+    _, (rest, tokens) = jax.lax.scan(step, state, given)
+    return jnp.concatenate([first[None], rest]), tokens
+
+
+def divergence(exact: Sequence[Answer], other: Sequence[Answer]) -> tuple[float, float]:
+    """KL(exact || other) in nats: of the first token, and the mean over forced steps."""
+    first, steps = [], []
+    for a, b in zip(exact, other, strict=True):
+        kl = (np.exp(a.logprobs) * (a.logprobs - b.logprobs)).sum(-1)
+        first.append(float(kl[0]))
+        steps.append(float(kl[1:].mean()))
+    return statistics.mean(first), statistics.mean(steps)
+
+
+def right_answers(model: Model, needles: Sequence[Needle], answers: Sequence[Answer]) -> int:
+    """How many answers state the code that was asked for."""
+    assert model.tokenizer is not None
+    said = [model.tokenizer.decode(answer.tokens) for answer in answers]
+    return sum(needle.code in text for needle, text in zip(needles, said, strict=True))
+
+
+def drop_page_cache(folder: pathlib.Path) -> None:
+    """Ask the operating system to forget what it read of a folder's files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,47 @@
+"""What the entry points have in common."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kvjax.config import CacheConfig
+from kvjax.decode.results import FinishReason
+from kvjax.decode.shapes import Shapes
+from kvjax.decode.step import FULL, STOPPED
+from kvjax.errors import KvjaxError
+from kvjax.model import Model
+from kvjax.spec import KVSpec
+
+Progress = Callable[[str, float], None]
+"""progress(phase, share): phases are "compile", "prefill" and "decode"; share is 0 to 1."""
+
+REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length"}
+"""The word for a row's `finished` code, once it does not run."""
+
+
+def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
+    """What the cache of a call stores: the model's layers in the configured dtype."""
+    spec = model.spec
+    return spec if cache.dtype is None else dataclasses.replace(spec, dtype=cache.dtype)
+
+
+def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:
+    """The text of drawn tokens, without a final stop token and control tokens."""
+    if model.tokenizer is None:
+        return ""
+    shown = tokens[:-1] if tokens and tokens[-1] in set(stops) else tokens
+    return model.tokenizer.decode(list(shown))
+
+
+def not_finite(where: str, model: Model, shapes: Shapes) -> KvjaxError:
+    """What to raise where logits are NaN or infinite.
+
+    Args:
+      where: the prompt or the token.
+      model: whose logits they are.
+      shapes: the program's.
+    """
+    return KvjaxError(
+        f"{where}: the logits of {model.name} are not finite; its weights are {model.dtype} and "
+        f"its keys and values {shapes.spec.dtype}, which may not reach far enough: try "
+        f"CacheConfig(dtype='float32'), and load the model with dtype='float32'"
+    )

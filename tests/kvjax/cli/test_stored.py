@@ -1,0 +1,112 @@
+"""`kvjax prefix`, `kvjax store`, and `kvjax generate` with what they keep."""
+
+import importlib
+import json
+
+import pytest
+import typer.testing
+
+import kvjax
+from kvjax.cli import app
+from tests.kvjax.tiny_gguf import write_gguf
+
+DOCUMENT = "a bad abbot had a bag and a cab. " * 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    write_gguf(folder / "tiny.gguf")
+    (folder / "document.txt").write_text(DOCUMENT)
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    """Runs a command in this process on the tiny model and one store."""
+    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
+
+    def invoke(*arguments):
+        words = [str(word) for word in arguments]
+        if words[0] != "store":
+            words += ["--model", str(folder / "tiny.gguf"), "--dtype", "float32"]
+            words += ["--cache-dir", str(folder / "cache")]
+        words += ["--store", str(folder / "pages")]
+        return typer.testing.CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    return invoke
+
+
+def whole(result):
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def key(run, folder):
+    return json.loads(whole(run("prefix", "add", folder / "document.txt", "--json")))["key"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["prefix", "add"], *(["store", name] for name in ("ls", "verify", "gc", "rm", "stats"))],
+    ids=" ".join,
+)
+def test_every_command_has_help_with_an_example(command):
+    said = typer.testing.CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+    assert f"Example: kvjax {' '.join(command)}" in whole(said)
+
+
+@pytest.mark.slow
+def test_a_stored_document_is_asked_about(run, key, folder):
+    asked = run("generate", "abc", "--prefix", key[:8], "--budget", "100%", "-n", 5, "--json")
+    found = json.loads(whole(asked))
+    model = kvjax.load(folder / "tiny.gguf", dtype="float32", cache_dir=folder / "cache")
+    ids = model.tokenizer.encode(DOCUMENT) + model.tokenizer.encode("\n\nabc", add_bos=False)
+    assert found["tokens"] == kvjax.generate(model, ids, max_new_tokens=5).tokens[0]
+    assert found["stats"]["prefix"]["pages"] == len(model.tokenizer.encode(DOCUMENT)) // 16
+    table = run("generate", "abc", "--prefix", key, "--budget", "2 pages", "-n", 2)
+    whole(table)
+    for row in ("stored pages attended to", "read from the store", "read amplification"):
+        assert row in table.stderr
+
+
+def test_the_store_is_listed_checked_and_cleaned(run, key):
+    listed = json.loads(whole(run("store", "ls", "--json")))
+    assert [info["key"] for info in listed] == [key]
+    assert listed[0]["label"] == "tiny: document.txt"
+    assert key[:12] in whole(run("store", "ls"))
+    assert json.loads(whole(run("store", "verify", "--json"))) == []
+    assert json.loads(whole(run("store", "stats", "--json")))["segments"] == 1
+    assert json.loads(whole(run("store", "gc", "--json"))) == {"segments": 0, "bytes": 0}
+
+
+def test_damage_is_told_with_an_exit_code(run, key, folder):
+    largest = max((folder / "pages").rglob("*"), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[: len(content) // 2])
+    result = run("store", "verify", key[:10])
+    assert result.exit_code == 1
+    assert key[:12] in result.stdout
+    largest.write_bytes(content)
+
+
+def test_a_prefix_is_removed_by_its_first_digits(run, key):
+    assert json.loads(whole(run("store", "rm", key[:8], "--json")))["bytes"] > 0
+    assert json.loads(whole(run("store", "ls", "--json"))) == []
+    gone = run("store", "rm", key[:8])
+    assert gone.exit_code == 2
+    assert "names 0 stored prefixes: `kvjax store ls` lists them" in gone.stderr
+
+
+def test_bad_options_are_one_line(run, folder):
+    for arguments, said in (
+        (["generate", "abc", "--budget", "0%"], "budget is '0%'"),
+        (["generate", "abc", "--select-by", "luck"], "by is 'luck'"),
+        (["generate", "abc", "--prefix", "0000"], "names 0 stored prefixes"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr
+    nowhere = typer.testing.CliRunner().invoke(app, ["store", "ls", "--store", str(folder / "no")])
+    assert nowhere.exit_code == 2

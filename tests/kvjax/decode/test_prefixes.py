@@ -1,0 +1,222 @@
+"""Stored prefixes end to end: a small model, a real store in a folder, restarts and damage."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.config import CacheConfig
+from kvjax.decode import PrefixCache, PrefixConfig
+from kvjax.errors import KvjaxError
+from tests.kvjax.decode import tiny
+
+PAGE = 8
+CACHE = CacheConfig(page_size=PAGE)
+DOCUMENT, QUESTION = 12 * PAGE + 3, 9
+LOAD = PrefixConfig(load_policy="load", budget="100%")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return tiny.prompt(DOCUMENT + QUESTION)
+
+
+def answer(model, ids, prefixes):
+    result = kvjax.generate(
+        model, ids, max_new_tokens=6, stop_at_eos=False, cache=CACHE, prefixes=prefixes
+    )
+    return result.tokens[0], result.stats.prefix
+
+
+@pytest.fixture(scope="module")
+def plain(model, ids):
+    return answer(model, ids, None)[0]
+
+
+def stored(folder, model, ids, config=LOAD, **options):
+    prefixes = PrefixCache(folder, config=config, **options)
+    prefixes.add(model, ids[:DOCUMENT], cache=CACHE)
+    return prefixes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"by": "mean"},
+        {"by": "quest", "who": "layer"},
+        {"by": "low-bit", "who": "period", "period": 2, "bits": 2},
+        {"by": "keys", "who": "period", "period": 2},
+        {"by": "h2o", "who": "layer"},
+        {"by": "impress", "who": "layer"},
+        {"by": "all"},
+        {"placement": "lru", "host_bytes": 0},
+        {"placement": "lfu", "host_bytes": 4000},
+        {"placement": "impress", "host_bytes": 20_000, "prefetch": False},
+    ],
+    ids=str,
+)
+def test_everything_equals_plain_prefill(tmp_path, model, ids, plain, changes):
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, **changes))
+    for _ in range(2):  # from disk, then from what stayed in memory
+        tokens, stats = answer(model, ids, prefixes)
+        assert tokens == plain
+        assert stats.pages == stats.pages_chosen == 12
+
+
+def test_a_restart_changes_nothing(tmp_path, model, ids):
+    half = dataclasses.replace(LOAD, budget="50%")
+    first = answer(model, ids, stored(tmp_path, model, ids, half))
+    second = answer(model, ids, PrefixCache(tmp_path, config=half, read_only=True))
+    assert first[0] == second[0]
+    assert second[1].pages_chosen == 6
+    assert first[1].bytes_used == second[1].bytes_used
+
+
+def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model, ids):
+    prefixes = stored(tmp_path, model, ids)
+    other = [*ids[: 5 * PAGE + 4], *tiny.prompt(20, seed=3)]
+    tokens, stats = answer(model, other, prefixes)
+    assert tokens == answer(model, other, None)[0]
+    assert stats.pages == 5
+
+
+def test_the_last_token_is_always_computed(tmp_path, model, ids):
+    prefixes = stored(tmp_path, model, ids)
+    whole = ids[: 12 * PAGE]
+    tokens, stats = answer(model, whole, prefixes)
+    assert stats.pages == 11
+    assert tokens == answer(model, whole, None)[0]
+
+
+def test_guesses_and_their_faults_change_nothing(tmp_path, model, ids, monkeypatch):
+    half = dataclasses.replace(LOAD, budget="50%", host_bytes=0)
+    off = stored(tmp_path, model, ids, dataclasses.replace(half, prefetch=False))
+    expected, quiet = answer(model, ids, off)
+    assert quiet.bytes_wasted == quiet.bytes_prefetched == 0
+    on, stats = answer(model, ids, PrefixCache(tmp_path, config=half))
+    assert on == expected
+    assert stats.bytes_used == quiet.bytes_used
+    assert stats.bytes_read - stats.bytes_wasted <= stats.bytes_read
+
+
+def shards(folder):
+    return [p for p in pathlib.Path(folder).rglob("c/*") if p.is_file()] or [
+        p for p in pathlib.Path(folder).rglob("*") if p.is_file() and p.stat().st_size > 2000
+    ]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
+def test_damaged_pages_are_recomputed_never_attended_to(tmp_path, model, ids, plain, damage):
+    prefixes = stored(tmp_path, model, ids)
+    for path in shards(tmp_path):
+        content = bytearray(path.read_bytes())
+        if damage == "flipped":
+            content[len(content) // 3] ^= 64
+        elif damage == "cut":
+            content = content[: len(content) // 2]
+        elif damage == "empty":
+            content = b""
+        path.write_bytes(content) if damage != "gone" else path.unlink()
+    tokens, stats = answer(model, ids, prefixes)
+    assert tokens == plain
+    assert stats is None
+
+
+def test_a_failed_read_can_be_an_error(tmp_path, model, ids):
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, on_read_failure="fail"))
+    for path in shards(tmp_path):
+        path.write_bytes(b"")
+    with pytest.raises(KvjaxError, match="could not be read"):
+        answer(model, ids, prefixes)
+
+
+@pytest.mark.parametrize("other", ["weights", "rope", "dtype", "tenant", "page size"])
+def test_pages_of_something_else_are_never_found(tmp_path, model, ids, other):
+    prefixes, cache = stored(tmp_path, model, ids), CACHE
+    if other == "weights":
+        scaled = {**model.params, "norm": {"weight": model.params["norm"]["weight"] * 2}}
+        model = dataclasses.replace(model, params=scaled)
+    elif other == "rope":
+        layers = tuple(dataclasses.replace(x, rope_theta=5e5) for x in model.config.layers)
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, layers=layers))
+    elif other == "dtype":
+        cache = dataclasses.replace(cache, dtype="bfloat16")
+    elif other == "tenant":
+        prefixes = PrefixCache(tmp_path, config=LOAD, tenant="somebody else")
+    else:
+        cache = CacheConfig(page_size=16)
+    result = kvjax.generate(model, ids, max_new_tokens=2, cache=cache, prefixes=prefixes)
+    assert result.stats.prefix is None
+
+
+def test_the_tokens_after_the_last_page_are_kept(tmp_path, model, ids):
+    prefixes = stored(tmp_path, model, ids)
+    key = prefixes.store.segments()[0].key
+    assert prefixes.tokens(key[:8]) == ids[:DOCUMENT]
+    with pytest.raises(KvjaxError, match=r"prefix 'ff.*names 0 stored prefixes"):
+        prefixes.tokens("ff" * 32)
+
+
+def test_recompute_is_chosen_where_reading_is_slower(tmp_path, model, ids, plain, monkeypatch):
+    from kvjax.decode import prefixes as module
+
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, load_policy="auto"))
+    monkeypatch.setattr(module, "measure_reads", lambda segment: (1e9, 1.0))
+    tokens, stats = answer(model, ids, prefixes)
+    assert stats is None
+    assert tokens == plain
+    always = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, load_policy="recompute"))
+    assert answer(model, ids, always)[1] is None
+
+
+def test_a_sketch_that_was_not_stored_is_named(tmp_path, model, ids):
+    stored(tmp_path, model, ids)
+    other = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by="mean"))
+    with pytest.raises(KvjaxError, match="has no mean sketch, only low-bit-3-1"):
+        answer(model, ids, other)
+
+
+def test_bad_input_is_refused_before_anything_runs(tmp_path, model, ids):
+    for wrong in ("0%", "101%", "much", "5 parsecs"):
+        with pytest.raises(KvjaxError, match="budget is"):
+            PrefixConfig(budget=wrong)
+    for field, value in (
+        ("by", "luck"),
+        ("who", "me"),
+        ("load_policy", "never"),
+        ("placement", "here"),
+        ("on_read_failure", "cry"),
+        ("host_bytes", -1),
+        ("timeout_s", 0),
+        ("bits", 5),
+    ):
+        with pytest.raises(KvjaxError, match=field):
+            PrefixConfig(**{field: value})
+    prefixes = PrefixCache(tmp_path, config=LOAD)
+    with pytest.raises(KvjaxError, match="needs a page of 8 or more"):
+        prefixes.add(model, ids[: PAGE - 1], cache=CACHE)
+    with pytest.raises(KvjaxError, match="one prompt at a time"):
+        kvjax.generate(model, [ids, ids], prefixes=prefixes)
+    with pytest.raises(KvjaxError, match="sliding-window"):
+        prefixes.add(tiny.model("gemma"), ids, cache=CACHE)
+
+
+def test_the_distribution_comes_nearer_as_the_budget_grows(tmp_path, model, ids):
+    """Bytes used are exactly those of the chosen pages."""
+    used = []
+    for budget in ("2 pages", "50%", "100%"):
+        config = dataclasses.replace(LOAD, budget=budget, host_bytes=0)
+        _, stats = answer(model, ids, stored(tmp_path, model, ids, config))
+        assert stats.bytes_used == stats.pages_chosen * model.spec.bytes_per_page(PAGE)
+        assert stats.read_amplification == pytest.approx(1, abs=0.02)
+        used.append(stats.bytes_used)
+    assert used == sorted(used)
+    assert np.isfinite(used).all()

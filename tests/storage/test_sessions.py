@@ -1,0 +1,138 @@
+"""Page reads under a handle: units named, pages put in their places, faults as flags."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax.storage.sessions import PageReads, opened, session
+
+LAYERS, HEADS, PAGES, SIZE, DIM = 4, 2, 5, 3, 2
+
+
+class Reader:
+    """Units whose numbers say where they come from."""
+
+    def __init__(self, layers, heads, kinds):
+        self.shape = (layers, heads, kinds, SIZE, DIM)
+        self.asked, self.guessed, self.tickets = [], [], {}
+        self.numbers = itertools.count()
+        self.broken = None
+
+    def issue(self, units, *, demand):
+        if self.broken == "issue":
+            raise OSError("a cable was cut")
+        (self.asked if demand else self.guessed).append(units.tolist())
+        ticket = next(self.numbers)
+        self.tickets[ticket] = units
+        return ticket
+
+    def collect(self, ticket):
+        if self.broken == "collect":
+            raise OSError("a cable was cut")
+        layers, heads, kinds = self.shape[:3]
+        found = np.empty((len(self.tickets[ticket]), *self.shape), np.float32)
+        for row, (layer, head, kind, page) in enumerate(self.tickets.pop(ticket)):
+            for a, b, c in np.ndindex(layers, heads, kinds):
+                found[row, a, b, c] = value(layer * layers + a, head * heads + b, kind + c, page)
+        return found
+
+
+def value(layer, head, kind, page):
+    return layer * 1000 + head * 100 + kind * 10 + page
+
+
+def reads(layers=1, heads=1, kinds=2, **options):
+    reader = Reader(layers, heads, kinds)
+    made = PageReads(
+        reader,
+        unit_shape=reader.shape,
+        dtype=np.dtype(np.float32),
+        layers=LAYERS,
+        heads=HEADS,
+        pages=PAGES,
+        period=2,
+        **options,
+    )
+    return made, reader
+
+
+CHOSEN = np.array([[0, 3, PAGES], [1, 4, 4 + PAGES]], np.int32)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_pages_arrive_where_they_were_chosen(layers, heads, kinds):
+    made, _ = reads(layers, heads, kinds)
+    for layer in range(LAYERS):
+        both, ok = made.collect(made.issue(layer, CHOSEN), layer, CHOSEN)
+        assert ok
+        assert both.shape == (2, 3, HEADS, SIZE, DIM)
+        for kind, column, head in np.ndindex(2, 3, HEADS):
+            page = CHOSEN[head, column]
+            expected = value(layer, head, kind, page) if page < PAGES else 0
+            assert (both[kind, column, head] == expected).all()
+    assert made.bytes_used == LAYERS * 4 * 2 * SIZE * DIM * 4
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_keys_alone_can_be_had_to_choose_by(kinds):
+    made, reader = reads(kinds=kinds)
+    ticket = made.issue(1, CHOSEN, to_choose=True)
+    keys, ok = made.collect(ticket, 1, CHOSEN, to_choose=True)
+    assert ok
+    assert keys.shape == (1, 3, HEADS, SIZE, DIM)
+    assert (keys[0, 1, 0] == value(1, 0, 0, 3)).all()
+    assert made.bytes_used == 0
+    assert made.bytes_scored == 4 * SIZE * DIM * 4
+    assert {unit[2] for unit in reader.asked[0]} == {0}
+
+
+def test_a_unit_that_heads_share_is_asked_for_once():
+    made, reader = reads(heads=2)
+    same = np.array([[1, 2], [1, 2]], np.int32)
+    made.issue(0, same)
+    assert reader.asked == [[[0, 0, 0, 1], [0, 0, 0, 2]]]
+
+
+def test_a_choice_is_guessed_for_its_period_then_for_the_next():
+    made, reader = reads()
+    for layer in range(LAYERS):
+        made.issue(layer, CHOSEN)
+    assert [units[0][0] for units in reader.guessed] == [1, 2, 3, 3]
+    silent, reader = reads(speculate=False)
+    silent.issue(0, CHOSEN)
+    assert reader.guessed == []
+
+
+@pytest.mark.parametrize("broken", ["issue", "collect"])
+def test_a_fault_is_a_flag_and_stays(broken):
+    made, reader = reads()
+    reader.broken = broken
+    ticket = made.issue(0, CHOSEN)
+    both, ok = made.collect(ticket, 0, CHOSEN)
+    assert not ok
+    assert not both.any()
+    assert "a cable was cut" in str(made.failure)
+    reader.broken = None
+    assert made.issue(1, CHOSEN) == -1  # nothing more is read for a run that is lost
+    assert not made.collect(-1, 1, CHOSEN)[1]
+
+
+def test_nothing_chosen_reads_nothing():
+    made, reader = reads()
+    none = np.full((HEADS, 2), PAGES, np.int32)
+    both, ok = made.collect(made.issue(0, none), 0, none)
+    assert ok
+    assert not both.any()
+    assert reader.asked == [[]]
+
+
+def test_a_handle_is_valid_while_it_is_open():
+    made, _ = reads()
+    with opened(made) as handle:
+        assert session(handle) is made
+        with opened(made) as other:
+            assert other != handle
+    with pytest.raises(KeyError):
+        session(handle)
