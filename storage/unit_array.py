@@ -16,7 +16,7 @@ from kvjax.storage.blobs import STATUS_ERRORS, Blobs
 from kvjax.storage.errors import fault
 from kvjax.storage.layout import Grid
 
-_SHARDS_IN_FLIGHT = 3
+_SHARDS_IN_FLIGHT = 2
 
 
 def description(grid: Grid, key: str) -> bytes:

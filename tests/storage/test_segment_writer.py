@@ -276,6 +276,7 @@ print("all")
 """
 
 
+@pytest.mark.slow
 def test_two_readers_and_a_writer_in_processes_of_their_own(tmp_path):
     """Readers see segments appear whole, one by one, and never lose one."""
     PageStore.open(tmp_path)
