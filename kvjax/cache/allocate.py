@@ -1,17 +1,19 @@
 """Who holds which page: reserve, release, fork. Vectorised, deterministic, all or nothing."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.pages import copy_pages
-from kvjax.cache.state import COUNTS, SEQUENCES, PagedKVCache, Reservation
-from kvjax.errors import check_integer
+from kvjax.cache.state import COUNTS, SEQUENCES, Integers, PagedKVCache, Reservation, as_int32
+from kvjax.errors import KvjaxError, check_integer
 
 
 def reserve(
-    cache: PagedKVCache, counts: Int32[Array, " B"], *, max_count: int | None = None
+    cache: PagedKVCache, counts: Integers, *, max_count: int | None = None
 ) -> tuple[PagedKVCache, Reservation]:
     """Give every sequence the pages that its next `counts` tokens need.
 
@@ -22,7 +24,7 @@ def reserve(
 
     Args:
       cache: the cache.
-      counts: int32 [B], tokens about to be appended; 0 asks for nothing.
+      counts: integers [B], tokens about to be appended; 0 asks for nothing.
       max_count: a bound on `counts` known before tracing, in tokens; it makes the program smaller
         (1 in a decode loop). None means that a sequence may ask for its whole block table.
 
@@ -30,8 +32,9 @@ def reserve(
       The cache with the new pages in its block tables, and the reservation.
 
     Raises:
-      KvjaxError: `max_count` is below 1.
+      KvjaxError: `max_count` is below 1, or `counts` are no integers.
     """
+    counts = as_int32("counts", counts)
     if max_count is not None:
         check_integer("max_count", max_count, 1, ", or None")
     size, width = cache.page_size, cache.max_pages
@@ -65,23 +68,37 @@ def reserve(
     return updated, Reservation(ok=ok, needed=needed, free=free, longest=longest, wrong=wrong)
 
 
-def advance(cache: PagedKVCache, counts: Int32[Array, " B"]) -> PagedKVCache:
+def advance(cache: PagedKVCache, counts: Integers) -> PagedKVCache:
     """Count tokens as written, once every layer holds them.
 
     Args:
       cache: the cache, with pages reserved and rows written.
-      counts: int32 [B], tokens written a sequence.
+      counts: integers [B], tokens written a sequence.
+
+    Raises:
+      KvjaxError: `counts` are no integers.
     """
-    return dataclasses.replace(cache, lengths=cache.lengths + counts)
+    return dataclasses.replace(cache, lengths=cache.lengths + as_int32("counts", counts))
 
 
-def release(cache: PagedKVCache, sequences: Bool[Array, " B"]) -> PagedKVCache:
+def release(
+    cache: PagedKVCache, sequences: Bool[Array, " B"] | Bool[np.ndarray, " B"] | Sequence[bool]
+) -> PagedKVCache:
     """Empty the marked sequences; a page that no other sequence holds becomes free.
 
     Args:
       cache: the cache.
       sequences: bool [B], which to release. Releasing an empty one changes nothing.
+
+    Raises:
+      KvjaxError: `sequences` is no mask.
     """
+    sequences = jnp.asarray(sequences)
+    if sequences.dtype != jnp.bool_ or sequences.shape != (cache.batch,):
+        raise KvjaxError(
+            f"sequences is {sequences.dtype} of shape {sequences.shape}: must be bool of shape "
+            f"({cache.batch},), True for each sequence to release"
+        )
     marked = sequences[:, None]
     dropped = jnp.where(marked, cache.block_tables, cache.num_pages)
     return dataclasses.replace(
@@ -94,7 +111,7 @@ def release(cache: PagedKVCache, sequences: Bool[Array, " B"]) -> PagedKVCache:
 
 
 def fork(
-    cache: PagedKVCache, source: Int32[Array, ""], target: Int32[Array, ""]
+    cache: PagedKVCache, source: Int[Array, ""] | int, target: Int[Array, ""] | int
 ) -> tuple[PagedKVCache, Reservation]:
     """Make `target` a sequence with `source`'s tokens, sharing every full page.
 
@@ -104,13 +121,17 @@ def fork(
 
     Args:
       cache: the cache.
-      source: int32 scalar, the sequence to copy, 0 to B - 1.
-      target: int32 scalar, the sequence to fill, 0 to B - 1, not `source`.
+      source: integer scalar, the sequence to copy, 0 to B - 1.
+      target: integer scalar, the sequence to fill, 0 to B - 1, not `source`.
 
     Returns:
       The cache and the reservation of the tail page; if it failed, as it does for sequences that
       are not there or the same, nothing changed.
+
+    Raises:
+      KvjaxError: they are no integers.
     """
+    source, target = as_int32("source", source), as_int32("target", target)
     batch = cache.batch
     sensible = (source >= 0) & (source < batch) & (target >= 0) & (target < batch)
     sensible &= source != target

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.allocate import advance, reserve
 from kvjax.cache.pages import ragged_rows, token_slots, write
-from kvjax.cache.state import STARTS, PagedKVCache, Reservation
+from kvjax.cache.state import STARTS, PagedKVCache, Reservation, as_int32
 from kvjax.errors import KvjaxError
 
 
@@ -16,7 +17,7 @@ def append(
     cache: PagedKVCache,
     keys: Sequence[Float[Array, "T Hkv D"]],
     values: Sequence[Float[Array, "T Hkv Dv"]],
-    cu_lengths: Int32[Array, " B1"] | None = None,
+    cu_lengths: Int[Array, " B1"] | Int[np.ndarray, " B1"] | Sequence[int] | None = None,
 ) -> tuple[PagedKVCache, Reservation]:
     """Append a ragged chunk, or one token a sequence, to every layer.
 
@@ -27,7 +28,7 @@ def append(
       cache: the cache.
       keys: one [T, Hkv, D] a layer, position encoding applied.
       values: one [T, Hkv, Dv] a layer.
-      cu_lengths: int32 [B + 1], where each sequence's tokens start among the T; 0 first, never
+      cu_lengths: integers [B + 1], where each sequence's tokens start among the T; 0 first, never
         falling, at most T; tokens at or past cu_lengths[B] are padding. None means T = B, one
         token a sequence.
 
@@ -36,8 +37,8 @@ def append(
       changed.
 
     Raises:
-      KvjaxError: not one array a layer, one of another shape than the layer's, or a wrong number
-        of sequences.
+      KvjaxError: not one array a layer, one of another shape than the layer's, `cu_lengths` that
+        are no integers, or a wrong number of sequences.
     """
     layers = len(cache.spec.layers)
     if len(keys) != layers or len(values) != layers:
@@ -52,17 +53,19 @@ def append(
                 f"keys have {tokens} tokens and the cache {cache.batch} sequences: without "
                 f"cu_lengths, give one token a sequence"
             )
-        cu_lengths = jnp.arange(cache.batch + 1, dtype=jnp.int32)
-    elif cu_lengths.shape != (cache.batch + 1,):
+        starts = jnp.arange(cache.batch + 1, dtype=jnp.int32)
+    else:
+        starts = as_int32("cu_lengths", cu_lengths)
+    if starts.shape != (cache.batch + 1,):
         raise KvjaxError(
-            f"cu_lengths has shape {cu_lengths.shape}: must be ({cache.batch + 1},), one start a "
+            f"cu_lengths has shape {starts.shape}: must be ({cache.batch + 1},), one start a "
             f"sequence and the end"
         )
     for layer, shape in enumerate(cache.spec.layers):
         _check_rows(f"keys[{layer}]", keys[layer], (tokens, shape.kv_heads, shape.head_dim))
         _check_rows(f"values[{layer}]", values[layer], (tokens, shape.kv_heads, shape.value_dim))
-    counts = jnp.diff(cu_lengths)
-    sensible = (cu_lengths[0] == 0) & jnp.all(counts >= 0) & (cu_lengths[-1] <= tokens)
+    counts = jnp.diff(starts)
+    sensible = (starts[0] == 0) & jnp.all(counts >= 0) & (starts[-1] <= tokens)
     counts = jnp.where(sensible, counts, 0)
     cache, reservation = reserve(cache, counts, max_count=max(tokens, 1))
     reservation = dataclasses.replace(
@@ -71,7 +74,7 @@ def append(
         wrong=jnp.where(sensible, reservation.wrong, STARTS),
     )
     counts = jnp.where(reservation.ok, counts, 0)
-    sequences, index = ragged_rows(cu_lengths, tokens)
+    sequences, index = ragged_rows(starts, tokens)
     start = cache.lengths.at[sequences].get(mode="clip")
     page, offset = token_slots(cache, sequences, start + index)
     slots = (jnp.where(reservation.ok, page, cache.num_pages), offset)

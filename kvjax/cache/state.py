@@ -1,10 +1,12 @@
 """The paged KV cache as a value: pools of pages, block tables, lengths, and who holds what."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.errors import KvjaxError, PoolExhaustedError, check_integer
 from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
@@ -19,6 +21,10 @@ _WRONG = {
     STARTS: "cu_lengths must start at 0, never fall, and end within the keys' tokens",
     SEQUENCES: "fork needs two different sequences, each from 0 to {last}, as source and target",
 }
+
+
+Integers = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
+"""One integer a sequence, of any width; they are kept as int32."""
 
 
 @jax.tree_util.register_dataclass
@@ -155,6 +161,22 @@ def init(
         page_refs=jnp.zeros((num_pages,), jnp.int32),
         spec=spec,
     )
+
+
+def as_int32(name: str, values: object) -> Int32[Array, "..."]:
+    """A caller's integers as every array of the cache holds them, whatever JAX's default width.
+
+    Args:
+      name: the argument's, for the message.
+      values: an array of JAX or NumPy, a list, or a number.
+
+    Raises:
+      KvjaxError: they are no integers.
+    """
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise KvjaxError(f"{name} is {array.dtype}: must be integers")
+    return array.astype(jnp.int32)
 
 
 def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import append, init, token_slots
+from kvjax.cache import advance, append, fork, init, release, reserve, token_slots
+from kvjax.errors import KvjaxError
 from tests.kvjax.cache.plain import (
     SPEC,
     assert_gathers,
@@ -173,3 +175,33 @@ def test_starts_that_make_no_sense_append_nothing(cu):
     assert_same(same, cache)
     with pytest.raises(ValueError, match="cu_lengths must start at 0, never fall, and end within"):
         reservation.check(cache)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+def test_integers_of_any_kind_are_kept_as_int32(wide):
+    """Lists, NumPy's int64, and JAX's own where 64 bits are switched on."""
+    cache = init(SPEC, num_pages=8, batch=2, max_pages=2)
+    keys, values, _ = chunk([[1], [2]], 2)
+    with jax.enable_x64(wide):
+        for cu in ([0, 1, 2], np.asarray([0, 1, 2]), jnp.asarray([0, 1, 2])):
+            cache, reservation = append(cache, keys, values, cu)
+            reservation.check(cache)
+        cache, _ = reserve(cache, [1, 0])
+        cache = advance(cache, np.asarray([1, 0]))
+        cache, reservation = fork(cache, 0, 1)
+        reservation.check(cache)
+        cache = release(cache, [True, False])
+    np.testing.assert_array_equal(cache.lengths, [0, 4])
+    integers = (cache.block_tables, cache.lengths, cache.skipped, cache.page_refs)
+    assert {array.dtype.name for array in integers} == {"int32"}
+
+
+def test_what_is_no_integer_or_mask_is_refused():
+    cache = init(SPEC, num_pages=2, batch=2, max_pages=1)
+    keys, values, _ = chunk([[1], [2]], 2)
+    with pytest.raises(KvjaxError, match="cu_lengths is float32: must be integers"):
+        append(cache, keys, values, [0.0, 1.0, 2.0])
+    with pytest.raises(KvjaxError, match="counts is bool: must be integers"):
+        reserve(cache, [True, False])
+    with pytest.raises(KvjaxError, match=r"sequences is int32 of shape \(1,\): must be bool"):
+        release(cache, [1])
