@@ -5,6 +5,7 @@ them are `ValueError`s, so callers that catch `ValueError` need not know this mo
 """
 
 import contextlib
+import functools
 import math
 import numbers
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ class PoolExhaustedError(KvjaxError):
         super().__init__(message)
         self.needed = needed
         self.free = free
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keyword arguments are not among those that copies and pickles are made of."""
+        return functools.partial(type(self), needed=self.needed, free=self.free), self.args
 
 
 def is_integer(value: Any, least: float = -math.inf) -> bool:

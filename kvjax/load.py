@@ -1,12 +1,14 @@
 """Opens a model that is already on this machine: a name in the local cache, or a path."""
 
 import contextlib
+import os
 import pathlib
 import shutil
 import warnings
 from collections.abc import Callable
 from typing import Literal
 
+import jax
 import numpy as np
 
 from kvjax.config import SHORT_DTYPES
@@ -59,9 +61,10 @@ def load(
 
     Raises:
       ModelNotFoundError: the model is not on this machine; the message says how to get it.
-      KvjaxError: `dtype` is none of these, or the path is no checkpoint, a damaged one, or one of a
-        model that kvjax does not run.
+      KvjaxError: JAX has no device, `dtype` is none of these, or the path is no checkpoint, a
+        damaged one, or one of a model that kvjax does not run.
     """
+    devices()
     matrices = resolve_dtype(dtype)
     path, name = _locate(name_or_path, cache_dir)
     report = progress or (lambda phase, share: None)
@@ -76,6 +79,22 @@ def load(
         model = from_checkpoint(checkpoint, name=name, dtype=matrices)
     report("device", 1.0)
     return model
+
+
+def devices() -> list[jax.Device]:
+    """JAX's devices.
+
+    Raises:
+      KvjaxError: it has none on the platform that was asked for.
+    """
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise KvjaxError(
+            f"JAX has no device here ({reason}): install its support for that platform, or set "
+            f"JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -107,6 +126,11 @@ def _locate(
     name_or_path: str | pathlib.Path, cache_dir: str | pathlib.Path | None
 ) -> tuple[pathlib.Path, str]:
     """Where a model lies, and what to call it."""
+    if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
+        raise KvjaxError(
+            f"name_or_path is {name_or_path!r}: must be a model's name, such as 'smollm2-135m', or "
+            f"a path"
+        )
     name = str(name_or_path)
     if isinstance(name_or_path, str) and (name in MODELS or is_hub_name(name)):
         path = model_path(name, cache_dir)
@@ -118,9 +142,9 @@ def _locate(
     path = pathlib.Path(name_or_path).expanduser()
     if path.exists():
         return path, path.stem if path.is_file() else path.name
-    if isinstance(name_or_path, str) and not path.suffix and len(path.parts) == 1:
+    if isinstance(name_or_path, str) and not path.suffix and path.name == name:
         source_of(name)  # raises: it knows the names, and which one is close
-    raise ModelNotFoundError(f"there is no file or folder {path}; names: {', '.join(MODELS)}")
+    raise ModelNotFoundError(f"there is no file or folder {name}; names: {', '.join(MODELS)}")
 
 
 def _read_gguf(path: pathlib.Path, weights: pathlib.Path, report: Progress) -> Checkpoint:

@@ -10,7 +10,7 @@ from kvjax.models.checkpoint import Checkpoint, Params, build
 from kvjax.spec import KVSpec, LayerSpec
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """What `kvjax.load` returns and every entry point takes."""
 
@@ -20,6 +20,13 @@ class Model:
     params: Params  # nested dicts of arrays
     tokenizer: Tokenizer | None  # None: prompts must be token ids
     dtype: str  # of the matrices, "float32" or "bfloat16"
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"Model({self.name!r}: {config.architecture}, {len(config.layers)} layers, "
+            f"{config.max_context} tokens of context, {self.dtype})"
+        )
 
     @property
     def spec(self) -> KVSpec:

@@ -165,6 +165,11 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])
         return str(piece).replace("▁", " ").encode()
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The characters of the longest token: a text of n has at least n over this many tokens."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
     @property
     def strips_first_space(self) -> bool:
         """Whether a text's first piece starts with a space that `encode` put there."""

@@ -1,6 +1,6 @@
 """`generate`: prefill and the decode loop as one jitted program."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,7 @@ def generate(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     key: jax.Array | int | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Collection[int] | None = (),
     stop_at_eos: bool = True,
     cache: CacheConfig | None = None,
     prefill_chunk: int = 512,
@@ -100,7 +100,8 @@ def generate(
         )
     meter = Meter()
     limit = check_integer("max_new_tokens", max_new_tokens, 1)
-    sampling, cache = sampling or Sampling(), cache or CacheConfig()
+    sampling = inputs.given_or_default("sampling", sampling, Sampling)
+    cache = inputs.given_or_default("cache", cache, CacheConfig)
     ids = inputs.prompt_list(model, prompts)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     shapes = plan(

@@ -1,7 +1,8 @@
 """From what a caller passes to what a program takes, with every check before tracing."""
 
-from collections.abc import Sequence
-from typing import Any
+import reprlib
+from collections.abc import Collection, Sequence, Set
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,30 @@ from kvjax.model import Model
 from kvjax.models import check_tokens
 from kvjax.pallas_kernels.mosaic.layout import pool_format
 
+T = TypeVar("T")
+
 PromptLike = str | Sequence[int] | Int[np.ndarray, " n"] | Int[jax.Array, " n"]
 """A text, or token ids."""
+
+
+def given_or_default(name: str, value: T | None, kind: type[T]) -> T:
+    """What a caller configured; for None, what holds without.
+
+    Args:
+      name: the argument's, for the message.
+      value: the caller's.
+      kind: its class.
+
+    Raises:
+      KvjaxError: it is of another class.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise KvjaxError(
+            f"{name} is {reprlib.repr(value)}: must be a kvjax.{kind.__name__}, or None"
+        )
+    return value
 
 
 def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[int]:
@@ -32,16 +55,27 @@ def token_ids(model: Model, prompt: PromptLike, what: str = "prompt") -> list[in
       what: its name in error messages.
 
     Raises:
-      KvjaxError: it is empty, an id is out of range (a tokenizer may have more than the model), or
-        it is text and there is no tokenizer.
+      KvjaxError: the model is no `Model`; the prompt is empty or surely too long, an id is out of
+        range (a tokenizer may have more than the model), or it is text and there is no tokenizer.
     """
+    if not isinstance(model, Model):
+        raise KvjaxError(
+            f"model is {reprlib.repr(model)}: must be what kvjax.load returns, such as "
+            f"kvjax.load('smollm2-135m')"
+        )
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise KvjaxError(
                 f"{what} is text, but {model.name} came without a tokenizer: pass token ids"
             )
+        _check_length(model, prompt, what)
         with as_kvjax_error():
             ids = _checked(model, model.tokenizer.encode(prompt), what)
+    elif _is_list(prompt) and any(isinstance(item, str) for item in prompt):
+        raise KvjaxError(
+            f"{what} is a list of texts: must be one prompt, a text or token ids; only generate "
+            f"takes several prompts"
+        )
     else:
         ids = _checked(model, prompt, what)
     if not ids or (isinstance(prompt, str) and not prompt):
@@ -85,18 +119,19 @@ def only_prompt(model: Model, prompts: PromptLike | Sequence[PromptLike]) -> lis
     return rows[0]
 
 
-def stop_ids(model: Model, stop_tokens: Sequence[int], stop_at_eos: bool) -> list[int]:
+def stop_ids(model: Model, stop_tokens: Collection[int] | None, stop_at_eos: bool) -> list[int]:
     """The ids that end a row.
 
     Args:
       model: whose EOS tokens to add.
-      stop_tokens: the caller's.
+      stop_tokens: the caller's; None is none.
       stop_at_eos: whether the model's own end the row too.
 
     Raises:
       KvjaxError: an id is out of range.
     """
-    own = _checked(model, stop_tokens, "stop_tokens")
+    given = list(stop_tokens) if isinstance(stop_tokens, Set) else stop_tokens
+    own = [] if given is None else _checked(model, given, "stop_tokens")
     eos = model.tokenizer.eos_ids if stop_at_eos and model.tokenizer is not None else frozenset()
     return sorted({*own, *eos})
 
@@ -105,14 +140,31 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
 
 
-def _checked(model: Model, ids: Sequence[int] | np.ndarray | jax.Array, what: str) -> list[int]:
+def _check_length(model: Model, text: str, what: str) -> None:
+    """Refuses what cannot fit the context by its length alone, before it is tokenized."""
+    context = model.config.max_context
+    if model.tokenizer is None or len(text) <= context:
+        return
+    least = -(-len(text) // model.tokenizer.longest_token)
+    if least > context:
+        raise KvjaxError(
+            f"{what} has at least {least} tokens: the model's context is {context}; shorten it"
+        )
+
+
+def _checked(model: Model, ids: Collection[int] | np.ndarray | jax.Array, what: str) -> list[int]:
     try:
         array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1:
+        raise KvjaxError(f"{what} is {reprlib.repr(ids)}: must be a list of token ids")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise KvjaxError(f"{what} is {reprlib.repr(ids)}: token ids must be integers")
+    try:
         check_tokens(array, model.config.vocab_size)
     except ValueError as error:
         raise KvjaxError(f"{what}: {error}") from error
-    if array.ndim != 1:
-        raise KvjaxError(f"{what} is {ids!r}: must be a list of token ids")
     return [int(token) for token in array]
 
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.errors import KvjaxError
+
 Compiled = Callable[..., Any]
 
 
@@ -34,7 +36,13 @@ def compiled(
 
     Returns:
       What to call with `args`, and the seconds compilation took in this call (0 if it is kept).
+
+    Raises:
+      KvjaxError: JAX is set to compile nothing.
     """
+    settings: Any = jax.config  # its attributes are made at run time
+    if settings.jax_disable_jit:
+        raise KvjaxError("JAX_DISABLE_JIT is set: kvjax runs compiled programs only; unset it")
     leaves, tree = jax.tree.flatten(args)
     before = compilations()
     began = time.perf_counter()

@@ -58,7 +58,7 @@ def score(
       PoolExhaustedError: the pool is too small.
     """
     meter = Meter()
-    cache = cache or CacheConfig()
+    cache = inputs.given_or_default("cache", cache, CacheConfig)
     ids = inputs.token_ids(model, text, "text")
     if len(ids) < 2:
         raise KvjaxError("text has 1 token: scoring needs at least 2, one to predict from")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ def stream(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     key: jax.Array | int | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Collection[int] | None = (),
     stop_at_eos: bool = True,
     cache: CacheConfig | None = None,
     prefill_chunk: int = 512,
@@ -65,7 +65,8 @@ def stream(
     """
     began = time.perf_counter()
     limit = check_integer("max_new_tokens", max_new_tokens, 1)
-    sampling, cache = sampling or Sampling(), cache or CacheConfig()
+    sampling = inputs.given_or_default("sampling", sampling, Sampling)
+    cache = inputs.given_or_default("cache", cache, CacheConfig)
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     shapes = plan(

@@ -173,6 +173,9 @@ def test_a_name_is_found_in_the_cache_or_says_how_to_get_it(tiny, tmp_path):
         ("model.gguf", "there is no file or folder model.gguf"),
         (pathlib.Path("absent"), "there is no file or folder absent"),
         (pathlib.Path("smollm2-135m"), "there is no file or folder smollm2-135m"),
+        ("./smollm2-135m", r"there is no file or folder \./smollm2-135m"),
+        ("", "name_or_path is '': must be a model's name"),
+        (None, "name_or_path is None: must be a model's name"),
         ("hf:name", "write hf:ORG/NAME"),
     ],
 )

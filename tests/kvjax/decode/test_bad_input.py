@@ -1,6 +1,8 @@
 """What generate, stream and score cannot use: named, refused before anything is compiled."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.config import CacheConfig
-from kvjax.decode import Sampling, generate, score, stream
+from kvjax.decode import Sampling, generate, inputs, score, stream
 from kvjax.decode.program import compilations
 from kvjax.errors import KvjaxError, PoolExhaustedError
 from tests.kvjax.decode.tiny import model
@@ -46,11 +48,11 @@ GIVE = {"max_new_tokens": 4}
         ([3, 64], r"token id 64 at index 1 is outside the vocabulary: ids are 0\.\.63"),
         ([3, -1], "token id -1 at index 1"),
         ([3, 2**40], f"token id {2**40} at index 1"),
-        ([3.0, 1.0], "token ids must be integers, not float64"),
-        ([True, False], "token ids must be integers, not bool"),
-        ([3, None], "token ids must be integers, not object"),
-        (None, "token ids must be integers, not object"),
-        (b"ids", "token ids must be integers"),
+        ([3.0, 1.0], r"is \[3.0, 1.0\]: token ids must be integers"),
+        ([True, False], r"is \[True, False\]: token ids must be integers"),
+        ([3, None], r"is \[3, None\]: token ids must be integers"),
+        (None, "is None: must be a list of token ids"),
+        (b"ids", "is b'ids': must be a list of token ids"),
         (7, "prompt is 7|text is 7"),
         ([1] * 2000, "2000 tokens.*context is 1024"),
     ],
@@ -113,7 +115,7 @@ def test_an_implementation_that_cannot_run(tiny, entry):
         ({"max_new_tokens": 1023}, "2 tokens and max_new_tokens is 1023.*ask for at most 1022"),
         ({"stop_tokens": [64]}, "stop_tokens: token id 64"),
         ({"stop_tokens": [-1]}, "stop_tokens: token id -1"),
-        ({"stop_tokens": [1.5]}, "stop_tokens: token ids must be integers"),
+        ({"stop_tokens": [1.5]}, r"stop_tokens is \[1.5\]: token ids must be integers"),
         ({"stop_tokens": 5}, "stop_tokens is 5: must be a list"),
         ({"key": -1}, r"key is -1: a seed must be 0 to 2\*\*32 - 1"),
         ({"key": 2**32}, "key is 4294967296"),
@@ -126,6 +128,42 @@ def test_an_implementation_that_cannot_run(tiny, entry):
 )
 def test_options(tiny, entry, options, message):
     refused(lambda: entry(tiny, [1, 2], **options), message)
+
+
+@every_entry
+def test_things_of_another_kind_are_named(tiny, entry):
+    refused(lambda: entry("smollm2-135m", [1, 2]), r"model is 'smollm2-135m': .*kvjax\.load\(")
+    message = r"cache is {'page_size': 16}: must be a kvjax\.CacheConfig, or None"
+    refused(lambda: entry(tiny, [1, 2], cache={"page_size": 16}), message)
+    if entry is not ENTRIES["score"]:
+        message = "sampling is {}: must be a kvjax.Sampling, or None"
+        refused(lambda: entry(tiny, [1, 2], sampling={}), message)
+    if entry is not ENTRIES["generate"]:
+        refused(lambda: entry(tiny, ["a", "b"]), "is a list of texts: must be one prompt")
+        refused(lambda: entry(tiny, [[1], [2, 3]]), r"is \[\[1\], \[2, 3\]\]: must be a list")
+
+
+@every_entry
+def test_jax_without_compilation_is_refused(tiny, entry):
+    with jax.disable_jit(), pytest.raises(KvjaxError, match="JAX_DISABLE_JIT is set"):
+        list(entry(tiny, [1, 2]))
+
+
+def test_stop_tokens_may_be_a_set_or_none(tiny):
+    assert inputs.stop_ids(tiny, {5, 3}, False) == [3, 5]
+    assert inputs.stop_ids(tiny, None, False) == []
+    refused(lambda: generate(tiny, [1, 2], stop_tokens={64}), "stop_tokens: token id 64")
+
+
+def test_a_full_pool_survives_copies_and_pickles():
+    error = PoolExhaustedError("full", needed=3, free=2)
+    for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(same), str(same), same.needed, same.free) == (PoolExhaustedError, "full", 3, 2)
+
+
+def test_a_model_is_shown_in_a_line(tiny):
+    assert len(repr(tiny)) < 100
+    assert repr(tiny).startswith("Model('llama': tiny, 2 layers, ")
 
 
 def test_several_keys_are_not_one(tiny):
