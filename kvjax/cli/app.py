@@ -1,5 +1,9 @@
 """Puts the subcommands together, and says what goes wrong in one line."""
 
+import errno
+import importlib.metadata
+import os
+import sys
 from typing import Any
 
 import typer
@@ -7,6 +11,7 @@ import typer.core
 
 from kvjax.cli import demo, generate, info, prefix, pull, score, store
 from kvjax.cli.console import say_error, warnings_as_lines
+from kvjax.cli.wording import of_options
 from kvjax.errors import KvjaxError
 from kvjax.storage.errors import NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError
 
@@ -25,23 +30,35 @@ class Commands(typer.core.TyperGroup):
     it is built on and keeps its traceback.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes --traceback after the subcommand too."""
+        own = args[: args.index("--")] if "--" in args else args
+        if "--traceback" in own:
+            args = ["--traceback", *(word for word in args if word != "--traceback")]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Runs the subcommand."""
         try:
             with warnings_as_lines():
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+                sys.stdout.flush()
+                return result
         except KeyboardInterrupt:
             say_error("stopped")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BAD_INPUT as error:
             if ctx.params.get("traceback"):
                 raise
-            say_error(str(error))
+            say_error(of_options(str(error)))
             raise typer.Exit(EXIT_BAD_INPUT) from None
         except OSError as error:
-            if ctx.params.get("traceback") or error.filename is None:
+            full = error.filename is None and error.errno == errno.ENOSPC
+            if ctx.params.get("traceback") or not (error.filename or full):
                 raise
-            say_error(f"{error.filename}: {error.strerror}")
+            if full:
+                _drop_output()
+            say_error(f"{error.filename or 'cannot write'}: {error.strerror}")
             raise typer.Exit(EXIT_BAD_INPUT) from None
 
 
@@ -64,14 +81,34 @@ app.add_typer(prefix.app, name="prefix")
 app.add_typer(store.app, name="store")
 
 
+def _drop_output() -> None:
+    """Lets go of what standard output did not take: Python would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"kvjax {importlib.metadata.version('kvjax')}")
+        raise typer.Exit
+    return wanted
+
+
 @app.callback()
 def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_say_version, is_eager=True, help="Show the version."
+    ),
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from."),
 ) -> None:
     """Long-context inference in JAX through a paged KV cache."""
-    del traceback  # read by Commands.invoke
+    del version, traceback  # read by _say_version and Commands.invoke
 
 
 def main() -> None:
     """The entry point."""
+    if sys.stdout is None:  # as Python has it where a shell closed it
+        sys.exit("error: standard output is closed: there is nowhere to write to")
     app()

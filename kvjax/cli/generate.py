@@ -25,7 +25,13 @@ def generate(
     *,
     file: prompt.FromFile = None,
     stdin: prompt.FromStdin = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Use the model's chat template; control tokens spelled in the text count as such.",
+        ),
+    ] = False,
     system: Annotated[
         str | None, typer.Option(help="What the system turn says; needs --chat.")
     ] = None,

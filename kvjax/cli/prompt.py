@@ -12,13 +12,15 @@ from kvjax.model import Model
 
 FromFile = Annotated[
     Path | None,
-    typer.Option(
-        "--file", "-f", help="Read a UTF-8 text; with a PROMPT too, the prompt follows it."
-    ),
+    typer.Option("--file", "-f", help="Read a UTF-8 text; a text given as an argument follows it."),
 ]
 FromStdin = Annotated[
-    bool, typer.Option("--stdin", help="Read standard input, after --file, before a PROMPT.")
+    bool, typer.Option("--stdin", help="Read standard input, after --file, before an argument.")
 ]
+
+
+MOST_BYTES = 64 << 20
+"""Of one file or of standard input: more than any context holds, and little enough to read."""
 
 
 def gather(argument: str | None, file: Path | None, stdin: bool) -> str:
@@ -31,7 +33,9 @@ def gather(argument: str | None, file: Path | None, stdin: bool) -> str:
     if file is not None:
         parts.append(read_text(file))
     if stdin:
-        parts.append(_decode(sys.stdin.buffer.read(), "standard input"))
+        if sys.stdin is None:
+            raise KvjaxError("standard input is closed: there is nothing to read")
+        parts.append(_decode(sys.stdin.buffer.read(MOST_BYTES + 1), "standard input"))
     if argument is not None:
         parts.append(argument)
     if not parts:
@@ -46,13 +50,18 @@ def read_text(path: Path) -> str:
     """A UTF-8 text file.
 
     Raises:
-      KvjaxError: it is not UTF-8.
+      KvjaxError: it is not UTF-8, or has more than `MOST_BYTES`.
       OSError: it cannot be read.
     """
-    return _decode(path.read_bytes(), str(path))
+    with open(path, "rb") as file:
+        return _decode(file.read(MOST_BYTES + 1), str(path))
 
 
 def _decode(content: bytes, where: str) -> str:
+    if len(content) > MOST_BYTES:
+        raise KvjaxError(
+            f"{where} has more than {MOST_BYTES >> 20} MiB: no model's context holds so long a text"
+        )
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -1,6 +1,9 @@
 """`kvjax pull`: put a model into the local cache."""
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +51,7 @@ def fetch(
     is_there = registry.model_path(name, cache_dir).exists()
     if (force or not is_there) and not accept_license:
         accept_license = _ask(name)
-    with bars("bytes") as progress:
+    with _ending_cleanly(), bars("bytes") as progress:
         result = pull_model(
             name,
             cache_dir,
@@ -61,12 +64,22 @@ def fetch(
     )
 
 
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that what is half fetched is removed as on Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _ask(name: str) -> bool:
     terms = license_terms(name)
     if terms is None:
         return True
     errors().print(terms, markup=False, soft_wrap=True)
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise KvjaxError(
             f"{name} comes under the terms above: --accept-license accepts them where nobody can "
             "be asked"

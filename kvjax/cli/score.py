@@ -26,7 +26,10 @@ def score(
     file: prompt.FromFile = None,
     stdin: prompt.FromStdin = False,
     tokens: Annotated[
-        Path | None, typer.Option(help="A JSON file with a list of token ids, in a text's place.")
+        Path | None,
+        typer.Option(
+            help="A JSON file with a list of token ids, in a text's place; --json shows a text's."
+        ),
     ] = None,
     model: options.ModelName = "smollm2-135m",
     dtype: options.DTypeName = "auto",
@@ -59,6 +62,7 @@ def score(
         found = {
             "logprobs": result.logprobs,
             "tokens": result.tokens,
+            "top_tokens": result.top_tokens,
             "perplexity": result.perplexity,
             "stats": stats_as_json(result.stats, load_seconds),
         }

@@ -1,5 +1,9 @@
 import importlib
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import typer.testing
@@ -23,6 +27,7 @@ def files(tmp_path_factory):
     (folder / "empty.txt").write_text(" \n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "long.txt").write_text("a" * 1000)
+    (folder / "huge.txt").write_text("a" * 1_000_000)
     (folder / "folder").mkdir()
     for name, content in {
         "high": [1, VOCABULARY],
@@ -47,37 +52,44 @@ CASES = [
     ("generate --file absent.txt --model tiny.gguf", "absent.txt: No such file or directory"),
     ("generate --file folder --model tiny.gguf", "folder: Is a directory"),
     ("generate --file long.txt --model tiny.gguf", "128"),
+    ("generate --file huge.txt --model tiny.gguf", "prompt has at least"),
+    ("score --file /dev/zero --model tiny.gguf", "/dev/zero has more than 64 MiB"),
     ("generate abc --chat --model base.gguf", "base has no chat template"),
     ("generate abc --system x --model tiny.gguf", "--system needs --chat"),
     ("generate abc --stop xyz --model tiny.gguf", "--stop 'xyz' is 3 tokens"),
     ("generate abc --stop 9999 --model tiny.gguf", "token id 9999"),
     # generate: numbers
-    ("generate abc --max-new-tokens 0 --model tiny.gguf", "max_new_tokens is 0"),
-    ("generate abc --max-new-tokens -5 --model tiny.gguf", "max_new_tokens is -5"),
+    ("generate abc --max-new-tokens 0 --model tiny.gguf", "--max-new-tokens is 0"),
+    ("generate abc --max-new-tokens -5 --model tiny.gguf", "--max-new-tokens is -5"),
     ("generate abc --max-new-tokens 500 --model tiny.gguf", "128"),
-    ("generate abc --temperature -0.1 --model tiny.gguf", "temperature is -0.1"),
+    ("generate abc --temperature -0.1 --model tiny.gguf", "error: --temperature is -0.1"),
     ("generate abc --temperature nan --model tiny.gguf", "temperature is nan"),
-    ("generate abc --top-k 0 --model tiny.gguf", "top_k is 0"),
-    ("generate abc --top-p 1.5 --model tiny.gguf", "top_p is 1.5"),
-    ("generate abc --min-p 0 --model tiny.gguf", "min_p is 0"),
-    ("generate abc --top-p 0.9 --model tiny.gguf", "top_p is 0.9 and temperature is 0"),
+    (
+        "generate abc --top-k 0 --model tiny.gguf",
+        "error: --top-k is 0: must be an integer of at least 1",
+    ),
+    ("generate abc --top-p 1.5 --model tiny.gguf", "--top-p is 1.5: must be above 0 and at most 1"),
+    ("generate abc --min-p 0 --model tiny.gguf", "--min-p is 0"),
+    ("generate abc --top-p 0.9 --model tiny.gguf", "--top-p is 0.9 and --temperature is 0"),
     ("generate abc --seed 0 --model tiny.gguf", "--seed is 0 and --temperature 0"),
-    ("generate abc --seed -1 -t 1 --model tiny.gguf", "key is -1"),
-    ("generate abc --prefill-chunk 0 --model tiny.gguf", "prefill_chunk"),
+    ("generate abc --seed -1 -t 1 --model tiny.gguf", "--seed is -1"),
+    ("generate abc --prefill-chunk 0 --model tiny.gguf", "--prefill-chunk is 0"),
     # the cache
-    ("generate abc --page-size 0 --model tiny.gguf", "page_size is 0"),
-    ("generate abc --page-size 12 --model tiny.gguf", "page_size is 12"),
-    ("score abc --page-size -8 --model tiny.gguf", "page_size is -8"),
-    ("score abc --num-pages 0 --model tiny.gguf", "num_pages is 0"),
+    ("generate abc --page-size 0 --model tiny.gguf", "--page-size is 0"),
+    ("generate abc --page-size 12 --model tiny.gguf", "--page-size is 12"),
+    ("score abc --page-size -8 --model tiny.gguf", "--page-size is -8"),
+    ("score abc --num-pages 0 --model tiny.gguf", "--num-pages is 0"),
     ("generate --file long.txt -n 1 --num-pages 1 --model tiny.gguf", "128"),
-    ("generate abcdefghijklmnopqrst -n 20 --num-pages 1 --model tiny.gguf", "pages"),
-    ("score abc --cache-dtype int3 --model tiny.gguf", "dtype is 'int3'"),
-    ("score abc --attention cuda --model tiny.gguf", "attention is 'cuda'"),
+    ("generate abcdefghijklmnopqrst -n 20 --num-pages 1 --model tiny.gguf", "raise --num-pages to"),
+    ("score abc --cache-dtype int3 --model tiny.gguf", "--cache-dtype is 'int3'"),
+    ("score abc --attention cuda --model tiny.gguf", "--attention is 'cuda'"),
     ("score abc --attention tpu --model tiny.gguf", "head_dim is 16"),
     # the model
-    ("generate abc --model tiny.gguf --dtype int4", "dtype is 'int4'"),
+    ("generate abc --model tiny.gguf --dtype int4", "error: --dtype is 'int4'"),
     ("generate abc --model smolm2-135m", "did you mean 'smollm2-135m'"),
     ("generate abc --model smollm2-135m", "`kvjax pull smollm2-135m` fetches it"),
+    ("generate abc --model ''", "--model is ''"),
+    ("generate abc --model ./smollm2-135m", "there is no file or folder ./smollm2-135m"),
     ("generate abc --model absent.gguf", "there is no file or folder"),
     ("generate abc --model folder", "holds no checkpoint"),
     ("generate abc --model cut.gguf", "cut.gguf: truncated"),
@@ -100,7 +112,7 @@ CASES = [
     # the others
     ("pull nobody", "no model is called 'nobody'"),
     ("pull hf:nobody", "write hf:ORG/NAME"),
-    ("info --page-size 7", "page_size is 7"),
+    ("info --page-size 7", "--page-size is 7"),
     ("info --cache-dtype int3", "dtype is 'int3'"),
 ]
 
@@ -122,7 +134,13 @@ def test_is_one_clear_line_and_exit_code_2(files, monkeypatch, line, message):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["score", "abc", "--page-size", "x"], ["score", "--nonsense"], ["nonsense"]]
+    "arguments",
+    [
+        ["score", "abc", "--page-size", "x"],
+        ["score", "--nonsense"],
+        ["info", "--head-dim", "0"],
+        ["nonsense"],
+    ],
 )
 def test_what_the_parser_refuses_is_exit_code_2_too(arguments):
     result = typer.testing.CliRunner().invoke(app, arguments)
@@ -131,9 +149,47 @@ def test_what_the_parser_refuses_is_exit_code_2_too(arguments):
 
 
 def test_traceback_shows_where_an_error_came_from(files):
-    arguments = ["--traceback", "score", "a", "--model", str(files / "absent.gguf")]
+    arguments = ["score", "a", "--model", str(files / "absent.gguf")]
+    for line in (["--traceback", *arguments], [*arguments, "--traceback"]):
+        result = typer.testing.CliRunner().invoke(app, line)
+        assert isinstance(result.exception, ValueError)
+
+
+def test_no_device_is_one_clear_line(files, monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda': not in the list\nand more")
+
+    monkeypatch.setattr("jax.devices", fail)
+    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
+    arguments = ["score", "abc", "--model", str(files / "tiny.gguf")]
     result = typer.testing.CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, ValueError)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: JAX has no device here (Unable to initialize backend")
+    assert len(result.stderr.splitlines()) == 1
+    result = typer.testing.CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 0
+    assert "JAX has no device here" in result.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("pull >/dev/full", 2, "error: cannot write: No space left on device"),
+        ("pull >&-", 1, "standard output is closed"),
+        ("score --stdin <&-", 2, "standard input is closed"),
+    ],
+)
+def test_streams_that_are_closed_or_full_are_one_line(line, code, message):
+    script = "from kvjax.cli import main; main()"
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "{script}" {line}', sys.executable],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(__file__).resolve().parents[3],
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines() == [said for said in [done.stderr.strip()] if message in said]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])

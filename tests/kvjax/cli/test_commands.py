@@ -2,6 +2,7 @@ import dataclasses
 import importlib
 import json
 import math
+import signal
 import types
 
 import numpy as np
@@ -66,6 +67,11 @@ def test_every_command_has_help_with_an_example(run, command):
 def test_the_root_lists_the_commands():
     said = whole(typer.testing.CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}))
     assert all(command in said for command in COMMANDS)
+
+
+def test_the_version_is_said():
+    said = whole(typer.testing.CliRunner().invoke(app, ["--version"]))
+    assert said == f"kvjax {kvjax.__version__}\n"
 
 
 def test_the_text_goes_to_stdout_and_the_table_to_stderr(run, model):
@@ -143,6 +149,7 @@ def test_score_is_the_librarys(run, model, folder):
     found = json.loads(whole(run("score", text, "--json")))
     expected = kvjax.score(model, text)
     assert found["tokens"] == expected.tokens
+    assert found["top_tokens"] == expected.top_tokens
     assert found["logprobs"][0] is None
     np.testing.assert_allclose(found["logprobs"][1:], expected.logprobs[1:], rtol=1e-6)
     mean = sum(found["logprobs"][1:]) / (len(found["tokens"]) - 1)
@@ -231,3 +238,13 @@ def test_pull_asks_on_a_terminal(folder, monkeypatch):
     with pytest.raises(kvjax.KvjaxError, match="its terms were not accepted"):
         command.fetch("gemma3-270m", folder / "asked")
     assert accepted == [True]
+
+
+def test_a_pull_that_is_told_to_end_ends_as_on_control_c(folder, monkeypatch):
+    command = importlib.import_module("kvjax.cli.pull")
+    monkeypatch.setattr(command, "pull_model", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        command.fetch("smollm2-135m", folder / "ended")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,31 @@
+"""What the library says of its arguments, said of the command's options."""
+
+import re
+
+_OPTIONS = "max_new_tokens|prefill_chunk|page_size|num_pages|top_k|top_p|min_p"
+
+_REPLACED = (
+    (r"CacheConfig\(dtype='(\w+)'\), and load the model with dtype='\w+'",
+     r"--cache-dtype \1 and --dtype \1"),
+    (r"attention='(\w+)' cannot run: (.*); pass attention=None",
+     r"--attention \1 cannot run: \2; leave it out"),
+    (r"^attention is", "--attention is"),
+    (r"^dtype is (.*): must be 'auto'", r"--dtype is \1: must be 'auto'"),
+    (r"^dtype is", "--cache-dtype is"),
+    (r"^key is", "--seed is"),
+    (r"^name_or_path is", "--model is"),
+    (r"\btemperature is", "--temperature is"),
+    (r",? or None( to \w+.*)?$", r""),
+    (rf"\b({_OPTIONS})\b", lambda found: "--" + found[0].replace("_", "-")),
+)  # fmt: skip
+
+
+def of_options(message: str) -> str:
+    """An error of the library with options in the place of arguments.
+
+    >>> of_options("page_size is 7: must be a multiple of 8 tokens")
+    '--page-size is 7: must be a multiple of 8 tokens'
+    """
+    for pattern, replacement in _REPLACED:
+        message = re.sub(pattern, replacement, message)
+    return message
