@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -223,6 +224,18 @@ def test_a_guess_keeps_nothing_that_was_collected(make, reader):
     check_sums(prefetcher.finish_request(), reader)
 
 
+def test_what_was_read_is_let_go_once_it_was_collected(make, reader):
+    prefetcher = make()
+    reader.faults[1] = [contents(pages(1))[0].copy()]
+    brought = weakref.ref(reader.faults[1][0])
+    for _ in range(2):
+        prefetcher.issue(pages(1), demand=False)
+    prefetcher.collect(prefetcher.issue(pages(1), demand=True))
+    until(lambda: prefetcher._queue.held_bytes == 0)
+    gc.collect()
+    assert brought() is None  # though the guesses were never cancelled
+
+
 def test_no_speculation_at_all(make, reader):
     prefetcher = make(max_in_flight_bytes=0)
     guess = prefetcher.issue(pages(1, 2), demand=False)
@@ -304,17 +317,22 @@ def test_asking_for_nothing_is_no_hit_and_no_read(make, reader):
     assert reader.calls == []
 
 
-def test_what_a_caller_does_with_its_array_of_units_changes_nothing(make, reader):
-    prefetcher = make(threads=1)
+@pytest.mark.parametrize("room", [0, 1 << 20])  # bytes: guesses are dropped, or joined
+def test_what_a_caller_does_with_its_array_of_units_changes_nothing(make, reader, room):
+    prefetcher = make(threads=1, max_in_flight_bytes=room)
     reader.hold_all = True
-    prefetcher.issue(pages(0), demand=False)
+    prefetcher.issue(pages(0), demand=True)
     reader.wait_for_calls(1)
-    units = pages(1, 2)
-    tickets = [prefetcher.issue(units, demand=demand) for demand in (False, True)]
-    units[:] = 9
+    asked = [pages(1, 2), pages(2, 3)]
+    tickets = [
+        prefetcher.issue(units, demand=demand)
+        for units, demand in zip(asked, (False, True), strict=True)
+    ]
+    for units in asked:
+        units[:] = 9
     reader.let_go()
-    for ticket in tickets:
-        np.testing.assert_array_equal(prefetcher.collect(ticket), contents(pages(1, 2)))
+    for ticket, expected in zip(tickets, ((1, 2), (2, 3)), strict=True):
+        np.testing.assert_array_equal(prefetcher.collect(ticket), contents(pages(*expected)))
 
 
 def test_a_cancelled_ticket_reads_nothing_more(make, reader):

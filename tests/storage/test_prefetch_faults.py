@@ -193,6 +193,8 @@ def test_a_fault_in_speculation_changes_no_result(make, reader, fault, joined, f
         np.testing.assert_array_equal(prefetcher.collect(guess), contents(pages(1, 2, 3)))
     np.testing.assert_array_equal(collect(prefetcher, units), contents(units))
     check_sums(prefetcher.finish_request(), reader)
+    reader.let_go()
+    until(lambda: prefetcher._queue.held_bytes == 0)
     if joined != "as its own ticket":
         assert reader.read_units[:, 3].tolist().count(1) == 1
 
