@@ -6,7 +6,7 @@ import pathlib
 import shutil
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -89,10 +89,12 @@ def devices() -> list[jax.Device]:
     """
     try:
         return jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter for what has no plugin at all
+        settings: Any = jax.config  # its attributes are made at run time
         reason = str(error).partition("\n")[0]
         raise KvjaxError(
-            f"JAX has no device here ({reason}): install its support for that platform, or set "
+            f"JAX has no device on the platforms {settings.jax_platforms!r} here"
+            f"{f' ({reason})' if reason else ''}: install its support for them, or set "
             f"JAX_PLATFORMS=cpu"
         ) from error
 
