@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What a session reads through; `kvjax.storage.prefetch.Prefetcher` is one."""
 

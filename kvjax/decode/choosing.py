@@ -1,7 +1,7 @@
 """How a layer gets the part of a stored prefix that it attends to, inside a program."""
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ class Got(NamedTuple):
     ok: Bool[Array, ""]  # whether every read succeeded
 
 
+@runtime_checkable
 class Selection(Protocol):
     """A way to choose from a prefix. Hashable, static under jit."""
 

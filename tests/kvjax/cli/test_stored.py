@@ -10,7 +10,7 @@ import kvjax
 from kvjax.cli import app
 from tests.kvjax.tiny_gguf import write_gguf
 
-DOCUMENT = "a bad abbot had a bag and a cab. " * 6
+DOCUMENT = "a bad abbot had a bag and a cab. " * 3
 
 
 @pytest.fixture(scope="module")
