@@ -9,11 +9,11 @@ import pytest
 from kvjax.cache import advance, init, reserve, token_slots, write
 from kvjax.decode import Sampling, inputs
 from kvjax.decode.generate import _generate
+from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.score import _score
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import Rules, start
-from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.stream import _draw, _step
 from tests.kvjax.cache.plain import SPEC
 from tests.kvjax.decode.tiny import model
