@@ -11,8 +11,11 @@ from kvjax.errors import KvjaxError
 from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
 from kvjax.policies.sketch import check_finite, check_queries
 
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-"""Bits of the planes a code is cut into: bytes hold 2- or 4-bit fields whole, and 3 as 2 + 1."""
+_PLANES = {2: {"codes": 2}, 3: {"codes": 2, "top": 1}, 4: {"codes": 4}}
+"""Arrays that hold the codes, low bits first, and how many bits of each code: 3 do not fill bytes.
+
+Two arrays, since XLA:CPU unpacks several times slower where it has to slice one.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,8 @@ class LowBitKeys:
         Magnitudes below 1e-30 count as 0.
 
         Returns:
-          `codes` uint8 [Hkv, N, P x bits / 8, D]; `step` and `middle` float8_e4m3fn [Hkv, N, D];
+          `codes` uint8 [Hkv, N, P x b / 8, D], the 2 low bits at 2 or 3 bits, or all 4; at 3 bits
+          `top` uint8 [Hkv, N, P / 8, D], the third; `step` and `middle` float8_e4m3fn [Hkv, N, D];
           `unit` bfloat16 [Hkv, N, 2], the powers of two that step and middle are multiplied by.
 
         Raises:
@@ -165,7 +169,7 @@ class LowBitKeys:
         codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
         units = jnp.concatenate([step_unit, middle_unit], axis=-1)
         return {
-            "codes": _pack(codes, self.bits),
+            **_pack(codes, self.bits),
             "step": step,
             "middle": middle,
             "unit": units.astype(jnp.bfloat16),
@@ -196,7 +200,7 @@ class LowBitKeys:
         token by token, in the queries' dtype: they are small, so bfloat16 costs them little.
         """
         kv_heads, num_pages, dim = arrays["step"].shape
-        page_size = arrays["codes"].shape[2] * 8 // self.bits
+        page_size = arrays["codes"].shape[2] * 8 // _PLANES[self.bits]["codes"]
         check_queries(queries, valid, kv_heads, dim)
         rows = group_rows(queries, valid, kv_heads)
         block = _block_pages(self.block_tokens, page_size, num_pages)
@@ -206,8 +210,6 @@ class LowBitKeys:
                 name: lax.dynamic_slice_in_dim(array, start, block, axis=1)
                 for name, array in arrays.items()
             }
-            # Copied first: XLA:CPU unpacks several times slower where it fuses the slice as well.
-            here = lax.optimization_barrier(here)
             offsets, middle = self._restore(here, rows.dtype)
             scores = dot(offsets.reshape(kv_heads, -1, dim), rows)
             scores = scores.reshape(kv_heads, block, page_size, -1)
@@ -230,7 +232,7 @@ class LowBitKeys:
         return kv_heads * (page_size * self.bits // 8 * head_dim + 2 * head_dim + 4)
 
     def _check_page_size(self, page_size: int) -> None:
-        together = 8 // _PLANES[self.bits][-1]
+        together = 8 // min(_PLANES[self.bits].values())
         if page_size % together:
             raise KvjaxError(
                 f"pages hold {page_size} tokens: {self.bits}-bit keys need a multiple of "
@@ -244,7 +246,7 @@ class LowBitKeys:
         unit = arrays["unit"].astype(jnp.float32)
         step = arrays["step"].astype(jnp.float32) * unit[..., :1]
         middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
-        codes = _unpack(arrays["codes"], self.bits).astype(jnp.float32)
+        codes = _unpack(arrays, self.bits).astype(jnp.float32)
         offsets = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
         return offsets.astype(dtype), middle
 
@@ -276,38 +278,35 @@ def _to_float8(
     return rounded, unit
 
 
-def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> UInt8[Array, "Hkv N rows D"]:
-    """Codes of one channel side by side in bytes, plane after plane.
+def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> dict[str, UInt8[Array, "Hkv N rows D"]]:
+    """Codes of one channel side by side in bytes, one array a plane of bits.
 
     A plane of w bits has P x w / 8 rows; field j of its row r belongs to token j * rows + r.
     """
     heads, pages, size, dim = codes.shape
-    planes, below = [], 0
-    for width in _PLANES[bits]:
+    planes, below = {}, 0
+    for name, width in _PLANES[bits].items():
         fields = (codes >> below) & (2**width - 1)
         fields = fields.reshape(heads, pages, 8 // width, size * width // 8, dim)
         shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None, None]
         shifted = fields << jnp.broadcast_to(shifts, fields.shape)
-        planes.append(jnp.sum(shifted, axis=2, dtype=jnp.uint8))
+        planes[name] = jnp.sum(shifted, axis=2, dtype=jnp.uint8)
         below += width
-    return jnp.concatenate(planes, axis=2)
+    return planes
 
 
-def _unpack(packed: UInt8[Array, "Hkv N rows D"], bits: int) -> UInt8[Array, "Hkv N P D"]:
+def _unpack(planes: Mapping[str, Array], bits: int) -> UInt8[Array, "Hkv N P D"]:
     """The inverse of `_pack`, as one pass of shifts over broadcast bytes: nothing is joined."""
-    heads, pages, rows, dim = packed.shape
-    size = rows * 8 // bits
-    least = size * _PLANES[bits][-1] // 8  # rows of the narrowest plane
+    heads, pages, most, dim = planes["codes"].shape
+    size = most * 8 // _PLANES[bits]["codes"]
+    least = size * min(_PLANES[bits].values()) // 8  # rows of the narrowest plane
     # Token (j, s, r) is field j of a wide plane's row (s, r), and field (j, s) of a narrow one's r.
-    parts = rows // least if len(_PLANES[bits]) == 1 else (rows - least) // least
-    shape = (heads, pages, size // (parts * least), parts, least, dim)
-    codes = jnp.zeros(shape, jnp.uint8)
-    row, below = 0, 0
-    for width in _PLANES[bits]:
-        count = size * width // 8
-        plane = packed[:, :, row : row + count].reshape(heads, pages, 1, -1, least, dim)
-        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8).reshape(shape[2], -1, 1, 1)
+    shape = (heads, pages, size // most, most // least, least, dim)
+    codes, below = jnp.zeros(shape, jnp.uint8), 0
+    for name, width in _PLANES[bits].items():
+        plane = planes[name].reshape(heads, pages, 1, -1, least, dim)
+        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8).reshape(size // most, -1, 1, 1)
         field = jnp.broadcast_to(plane, shape) >> jnp.broadcast_to(shifts, shape)
         codes = codes | ((field & (2**width - 1)) << below)
-        row, below = row + count, below + width
+        below += width
     return codes.reshape(heads, pages, size, dim)
