@@ -1,8 +1,8 @@
-"""Bandwidth of paged decode attention against contiguous attention, in one and the same program.
+"""Bandwidth of paged decode attention against contiguous attention, in one process.
 
-The program attends in every layer, one after the other, and is compiled twice: over pages whose
-ids are shuffled, and over contiguous keys and values. All layers' keys and values differ, so that
-they come from memory and not from the processor's cache.
+Two programs attend in every layer, one after the other: one over pages whose ids are shuffled, one
+over contiguous keys and values. All layers' keys and values differ, so that they come from memory
+and not from the processor's cache.
 """
 
 import dataclasses
@@ -86,7 +86,12 @@ def measure(
 
         return program
 
-    def paged(q: Array, pools: list[tuple[Array, ...]], tables: Int32[Array, "B M"]) -> Array:
+    def paged(
+        q: Array,
+        pools: list[tuple[Array, ...]],
+        tables: Int32[Array, "B M"],
+        lengths: Int32[Array, " B"],
+    ) -> Array:
         def attend(index: int, q: Array) -> Array:
             k, v = pools[index]
             return paged_attention(q, k, v, tables, lengths, scale=scales[index]).out
@@ -101,10 +106,10 @@ def measure(
         return over_layers(attend)(q)
 
     programs = {
-        "paged": jax.jit(paged).lower(queries, pools, tables).compile(),
+        "paged": jax.jit(paged).lower(queries, pools, tables, lengths).compile(),
         "contiguous": jax.jit(contiguous).lower(queries, kv).compile(),
     }
-    inputs = {"paged": (queries, pools, tables), "contiguous": (queries, kv)}
+    inputs = {"paged": (queries, pools, tables, lengths), "contiguous": (queries, kv)}
     outputs = {name: program(*inputs[name]) for name, program in programs.items()}
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(repeats):

@@ -152,7 +152,7 @@ def attention_rows(model: Model, context: int, dtypes: list[str]) -> list[report
                 metric="KV bandwidth",
                 unit="GB/s",
                 ours=found.paged / 1e9,
-                baseline="contiguous attention in the same program",
+                baseline="contiguous attention in the same process",
                 baseline_value=found.contiguous / 1e9,
                 aim=">= 0.7",
             )

@@ -92,7 +92,7 @@ def imports(tree, name, is_package):
 
 
 def import_faults(root):
-    """Imports that DESIGN's rule forbids."""
+    """Imports that the rule of docs/design.md, section 2, forbids."""
     for path, name, tree in sources(root):
         where = path.relative_to(root)
         part, *inner = name.split(".")

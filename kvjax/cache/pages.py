@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.state import PagedKVCache
+from kvjax.pallas_kernels.support import target_platform
 
 
 def token_slots(
@@ -46,13 +48,57 @@ def write(
       slots: what `token_slots` said; it is the same for every layer. A slot must not occur twice.
     """
     page, offset = slots
-    heads = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
+    k_pool = _put(k_pool, keys.astype(k_pool.dtype), page, offset)
+    v_pool = _put(v_pool, values.astype(v_pool.dtype), page, offset)
+    return with_layer(cache, layer, k_pool, v_pool)
+
+
+def _put(
+    pool: Float[Array, "N Hkv P D"],
+    rows: Float[Array, "T Hkv D"],
+    page: Int32[Array, " T"],
+    offset: Int32[Array, " T"],
+) -> Float[Array, "N Hkv P D"]:
+    if _scatter_copies(pool):
+        return _put_blocks(pool, rows[:, :, None], page, offset)
+    heads = jnp.arange(rows.shape[1], dtype=jnp.int32)
     # Indexing page, head and slot together keeps XLA from transposing the pool for the scatter.
     at = (page[:, None], heads[None, :], offset[:, None])
-    k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
-    k_pool = k_pool.at[at].set(keys.astype(k_pool.dtype), mode="drop")
-    v_pool = v_pool.at[at].set(values.astype(v_pool.dtype), mode="drop")
-    return with_layer(cache, layer, k_pool, v_pool)
+    return pool.at[at].set(rows, mode="drop")
+
+
+def _scatter_copies(pool: Array) -> bool:
+    """Whether a scatter takes the whole pool through float32, as on CPU with JAX 0.10."""
+    return pool.dtype.itemsize < 4 and target_platform() == "cpu"
+
+
+def _put_blocks(
+    pool: Float[Array, "N Hkv P D"],
+    blocks: Float[Array, "n Hkv slots D"],
+    page: Int32[Array, " n"],
+    offset: Int32[Array, " n"],
+) -> Float[Array, "N Hkv P D"]:
+    """Store one block after the other, in place, as integers; page N stores nothing.
+
+    Seen as integers inside the loop, a slice is updated by itself. Unlike a scatter, an update has
+    no mode that drops: hence the branch.
+    """
+    bits = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
+
+    def put(i: Int32[Array, ""], pool: Array) -> Array:
+        def stored(pool: Array) -> Array:
+            whole = lax.bitcast_convert_type(pool, bits)
+            block = lax.bitcast_convert_type(blocks[i], bits)[None]
+            whole = lax.dynamic_update_slice(whole, block, (page[i], 0, offset[i], 0))
+            return lax.bitcast_convert_type(whole, pool.dtype)
+
+        stays = page[i] >= pool.shape[0]
+        updated: Array = lax.cond(stays, lambda pool: pool, stored, pool)
+        return updated
+
+    filled: Array = lax.fori_loop(0, page.shape[0], put, pool)
+    return filled
 
 
 def with_layer(cache: PagedKVCache, layer: int, k_pool: Array, v_pool: Array) -> PagedKVCache:
@@ -127,9 +173,13 @@ def copy_pages(
       target: int32 [n], page ids, none twice; N copies nothing.
     """
 
+    def copied(pool: Array) -> Array:
+        pages = pool.at[source].get(mode="clip")
+        if _scatter_copies(pool):
+            return _put_blocks(pool, pages, target, jnp.zeros_like(target))
+        return pool.at[target].set(pages, mode="drop")
+
     def moved(pools: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(
-            pool.at[target].set(pool.at[source].get(mode="clip"), mode="drop") for pool in pools
-        )
+        return tuple(copied(pool) for pool in pools)
 
     return dataclasses.replace(cache, k_pages=moved(cache.k_pages), v_pages=moved(cache.v_pages))

@@ -181,7 +181,8 @@ class LowBitKeys:
         Args:
           arrays: what `build` made.
         """
-        offsets, middle = self._restore(arrays, jnp.dtype(jnp.float32))
+        step, middle = _decoded(arrays)
+        offsets = self._offsets(arrays, step, jnp.dtype(jnp.float32))
         return (offsets + middle[:, :, None, :]).transpose(1, 0, 2, 3)
 
     def page_mass(
@@ -204,16 +205,20 @@ class LowBitKeys:
         check_queries(queries, valid, kv_heads, dim)
         rows = group_rows(queries, valid, kv_heads)
         block = _block_pages(self.block_tokens, page_size, num_pages)
+        # Out of the loop: inside, XLA:CPU would decode a page's step again for each of its tokens.
+        step, middle = _decoded(arrays)
+        sliced = {name: arrays[name] for name in _PLANES[self.bits]} | {"step": step}
 
         def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
             here = {
                 name: lax.dynamic_slice_in_dim(array, start, block, axis=1)
-                for name, array in arrays.items()
+                for name, array in sliced.items()
             }
-            offsets, middle = self._restore(here, rows.dtype)
+            offsets = self._offsets(here, here["step"], rows.dtype)
             scores = dot(offsets.reshape(kv_heads, -1, dim), rows)
             scores = scores.reshape(kv_heads, block, page_size, -1)
-            scores = scores + dot(middle, rows.astype(jnp.float32))[:, :, None, :]
+            centre = lax.dynamic_slice_in_dim(middle, start, block, axis=1)
+            scores = scores + dot(centre, rows.astype(jnp.float32))[:, :, None, :]
             return scaled(scores, scale, soft_cap)
 
         return softmax_mass(
@@ -239,16 +244,20 @@ class LowBitKeys:
                 f"{together}, which share a byte"
             )
 
-    def _restore(
-        self, arrays: Mapping[str, Array], dtype: jnp.dtype
-    ) -> tuple[Float[Array, "Hkv B P D"], Float32[Array, "Hkv B D"]]:
-        """Each token's offset from the middle of its page, in `dtype`, and the middles."""
-        unit = arrays["unit"].astype(jnp.float32)
-        step = arrays["step"].astype(jnp.float32) * unit[..., :1]
-        middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
-        codes = _unpack(arrays, self.bits).astype(jnp.float32)
-        offsets = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
-        return offsets.astype(dtype), middle
+    def _offsets(
+        self, planes: Mapping[str, Array], step: Float32[Array, "Hkv B D"], dtype: jnp.dtype
+    ) -> Float[Array, "Hkv B P D"]:
+        """Each token's offset from the middle of its page, in `dtype`."""
+        codes = _unpack(planes, self.bits).astype(jnp.float32)
+        return ((codes - (2**self.bits - 1) / 2) * step[:, :, None, :]).astype(dtype)
+
+
+def _decoded(arrays: Mapping[str, Array]) -> tuple[Float32[Array, "Hkv N D"], ...]:
+    """Each page's steps and middles."""
+    unit = arrays["unit"].astype(jnp.float32)
+    step = arrays["step"].astype(jnp.float32) * unit[..., :1]
+    middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
+    return step, middle
 
 
 def _check_block(block_tokens: int) -> None:
