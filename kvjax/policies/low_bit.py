@@ -249,7 +249,8 @@ class LowBitKeys:
     ) -> Float[Array, "Hkv B P D"]:
         """Each token's offset from the middle of its page, in `dtype`."""
         codes = _unpack(planes, self.bits).astype(jnp.float32)
-        return ((codes - (2**self.bits - 1) / 2) * step[:, :, None, :]).astype(dtype)
+        offsets: Array = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
+        return offsets.astype(dtype)
 
 
 def _decoded(arrays: Mapping[str, Array]) -> tuple[Float32[Array, "Hkv N D"], ...]:
