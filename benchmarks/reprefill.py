@@ -34,7 +34,9 @@ from benchmarks.reprefill_measure import (
     stored,
 )
 from benchmarks.reprefill_plot import plot
+from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
+from kvjax.decode.prefixes import prefilled_pages
 from kvjax.load import load
 from kvjax.model import Model
 
@@ -62,6 +64,9 @@ METHODS: dict[str, PrefixConfig] = {
     FULL: PrefixConfig(by="all", who="layer", placement="lru"),
     MAPPED: PrefixConfig(by="all", who="layer", placement="lru", prefetch=False),
 }
+TENTH = {"low-bit keys, per period", "2-bit keys, per head"}
+"""Methods that are only tried at `SMALL_BUDGETS`."""
+
 SHORT = {OURS, CONTIGUOUS, IMPRESS, FULL}
 """Methods at contexts but the longest."""
 
@@ -143,6 +148,8 @@ def measure_context(
     forced = [answer.tokens for answer in exact.answers]
     points = [_point(context, 100, "recompute", task, exact, exact)]
     rows: list[Row] = []
+    say(f"{context} tokens: prefill")
+    pages = prefilled_pages(model, ids, CacheConfig(), 512, lambda phase, share: None)
     with tempfile.TemporaryDirectory(prefix="kvjax-reprefill-") as root:
         for method in options.methods:
             if not longest and method not in SHORT:
@@ -150,7 +157,7 @@ def measure_context(
             config = METHODS[method]
             folder = pathlib.Path(root) / method.replace(" ", "-").replace(",", "")
             say(f"{context} tokens, {method}: storing")
-            PrefixCache(folder, config=config).add(model, ids)
+            PrefixCache(folder, config=config).put(model, ids, pages)
             budgets = (
                 options.budgets if longest else [b for b in options.budgets if b in SMALL_BUDGETS]
             )
@@ -159,6 +166,8 @@ def measure_context(
             for budget in budgets:
                 label = f"{context} tokens, {method}, {budget} %"
                 setting = dataclasses.replace(config, budget=f"{budget}%", load_policy="load")
+                if method in TENTH and longest and budget not in SMALL_BUDGETS:
+                    continue
                 kind = MappedPrefixes if method == MAPPED else PrefixCache
 
                 def tell(text: str, label: str = label) -> None:

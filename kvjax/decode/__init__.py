@@ -2,7 +2,8 @@
 
 from kvjax.decode.calls import Progress
 from kvjax.decode.generate import generate
-from kvjax.decode.prefixes import PrefixCache, PrefixConfig
+from kvjax.decode.prefix_config import PrefixConfig
+from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import (
     FinishReason,
     Generation,

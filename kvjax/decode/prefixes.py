@@ -2,42 +2,36 @@
 
 import dataclasses
 import os
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.budget import Budget
 from kvjax.decode.calls import Progress
-from kvjax.decode.choosing import ByPages, ByTokens, Selection, StoredPrefix
+from kvjax.decode.choosing import Selection, StoredPrefix
 from kvjax.decode.identity import identity
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefilled
+from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.errors import KvjaxError
 from kvjax.model import Model, kv_spec
-from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
-from kvjax.policies.select import Who
-from kvjax.storage.layout import Layout
 from kvjax.storage.page_store import PageStore
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
 from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.segment import Segment, SegmentInfo
 from kvjax.storage.sessions import PageReads, opened
 from kvjax.storage.tiers import Tiers
-
-By = Literal["low-bit", "mean", "quest", "keys", "impress", "h2o", "all"]
-LoadPolicy = Literal["auto", "load", "recompute"]
-Placement = Literal["attention", "impress", "lru", "lfu"]
 
 TAIL = "tail"
 """Name of the array that keeps the tokens after the last full page."""
@@ -52,104 +46,12 @@ LARGEST_SUFFIX = 2048
 """Tokens after the stored pages that one program prefills at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefixConfig:
-    """How stored prefixes are chosen from, read and kept in memory.
+class PrefilledPages(NamedTuple):
+    """A prompt's full pages after plain prefill."""
 
-    Attributes:
-      budget: most of a prefix that is read: a share, pages, tokens or bytes.
-      by: what pages are chosen by: "low-bit", the keys in `bits` bits; "mean", page means
-        (ShadowKV); "quest", Quest's bounds; "keys", all keys of a deciding layer, read from the
-        store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
-        tokens by the keys of three KV heads, if these agree; "all", as many pages as the budget
-        allows, in order.
-      bits: of low-bit keys, 2, 3 or 4.
-      clip: share of a channel's range that low-bit codes cover.
-      who: "head", "layer" or "period" chooses.
-      period: layers a period; a choice is guessed for the rest of its period and for the next.
-      prefetch: whether pages are read ahead on a guess.
-      load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
-      on_read_failure: "recompute" the prefix, or "fail".
-      host_bytes: bytes of memory that keep pages between requests.
-      placement: which pages are kept: by attention mass x frequency (ContiguousKV), IMPRESS's
-        score, LRU or LFU.
-      timeout_s: the longest wait for a read, in seconds.
-
-    Raises:
-      KvjaxError: a field is not what it must be.
-    """
-
-    budget: str = "10%"
-    by: By = "low-bit"
-    bits: int = 3
-    clip: float = 1.0
-    who: Who = "head"
-    period: int = 4
-    prefetch: bool = True
-    load_policy: LoadPolicy = "auto"
-    on_read_failure: Literal["recompute", "fail"] = "recompute"
-    host_bytes: int = 256 << 20
-    placement: Placement = "attention"
-    timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        Budget(self.budget)
-        for name, kind in (("by", By), ("load_policy", LoadPolicy), ("placement", Placement)):
-            _one_of(name, getattr(self, name), get_args(kind))
-        _one_of("on_read_failure", self.on_read_failure, ("recompute", "fail"))
-        if self.by == "low-bit":
-            LowBitKeys(self.bits, self.clip)
-        if self.host_bytes < 0:
-            raise KvjaxError(f"host_bytes is {self.host_bytes}: must be 0 or more bytes")
-        if not self.timeout_s > 0:
-            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be seconds above 0")
-        self.choice()
-
-    def choice(self) -> Choice:
-        """Who chooses, as a program takes it."""
-        return Choice(who=self.who, period=self.period)
-
-    def sketch(self) -> Sketch | None:
-        """What is kept in memory to choose by, if anything is."""
-        if self.by == "low-bit":
-            return LowBitKeys(self.bits, self.clip)
-        if self.by == "mean":
-            return MeanKeys()
-        return QuestBounds() if self.by == "quest" else None
-
-    @property
-    def by_tokens(self) -> bool:
-        """Whether tokens are chosen, rather than pages."""
-        return self.by in ("impress", "h2o")
-
-    def selection(self) -> Selection:
-        """How a program chooses."""
-        if self.by_tokens:
-            return ByTokens(probe_heads=3 if self.by == "impress" else None)
-        return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
-
-    def layout(self, page_size: int, heads: int) -> Layout:
-        """How prefixes are cut into reads: what is always chosen together is read together.
-
-        Args:
-          page_size: tokens a page.
-          heads: KV heads of a layer.
-        """
-        return Layout(
-            page_size=page_size,
-            layers=self.period if self.who == "period" and self.by != "keys" else 1,
-            heads=1 if self.who == "head" or self.by == "impress" else heads,
-            split_kv=self.by in ("keys", "impress", "h2o"),
-        )
-
-    def sketch_name(self) -> str:
-        """What the sketch is called in a segment."""
-        return f"low-bit-{self.bits}-{self.clip:g}" if self.by == "low-bit" else self.by
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise KvjaxError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
+    keys: Float[np.ndarray, "L N Hkv P D"]
+    values: Float[np.ndarray, "L N Hkv P D"]
+    seconds: float  # that prefilling took, compilation excluded
 
 
 class PrefixCache:
@@ -218,25 +120,41 @@ class PrefixCache:
         cache = cache or CacheConfig()
         check_layers(model)
         ids = inputs.token_ids(model, prompt)
-        size = cache.page_size
-        whole = len(ids) // size * size
-        if not whole:
+        if len(ids) < cache.page_size:
             raise KvjaxError(
-                f"prompt has {len(ids)} tokens: a stored prefix needs a page of {size} or more"
+                f"prompt has {len(ids)} tokens: a stored prefix needs a page of {cache.page_size} "
+                f"or more"
             )
         report = progress or (lambda phase, share: None)
-        keys, values, seconds = prefilled_pages(model, ids, cache, prefill_chunk, report)
+        pages = prefilled_pages(model, ids, cache, prefill_chunk, report)
+        return self.put(model, ids, pages, label=label)
+
+    def put(
+        self, model: Model, ids: list[int], pages: PrefilledPages, *, label: str = ""
+    ) -> SegmentInfo:
+        """Store pages that are prefilled already.
+
+        Args:
+          model: what prefilled them.
+          ids: the prompt; its tokens after the last full page are kept too.
+          pages: as `prefilled_pages` gives them.
+          label: for people; the model's name if it is empty.
+
+        Raises:
+          StoreError: the store cannot be written; nothing was published.
+        """
+        _, count, heads, size, _ = pages.keys.shape
         arrays = {
-            TAIL: np.asarray(ids[whole:], np.int32),
-            PREFILL_S: np.asarray(seconds, np.float32),
-            **self._built(keys),
+            TAIL: np.asarray(ids[count * size :], np.int32),
+            PREFILL_S: np.asarray(pages.seconds, np.float32),
+            **self._built(pages.keys),
         }
         return self.store.put(
-            identity(model, str(keys.dtype), self._tenant),
-            ids[:whole],
-            keys,
-            values,
-            layout=self.config.layout(size, keys.shape[2]),
+            identity(model, str(pages.keys.dtype), self._tenant),
+            ids[: count * size],
+            pages.keys,
+            pages.values,
+            layout=self.config.layout(size, heads),
             sketches=arrays,
             label=label or model.name,
         )
@@ -522,8 +440,8 @@ def check_layers(model: Model) -> None:
 
 def prefilled_pages(
     model: Model, ids: list[int], cache: CacheConfig, prefill_chunk: int, progress: Progress
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """A prompt's full pages after plain prefill.
+) -> PrefilledPages:
+    """Prefill a prompt and take its full pages out of the pool.
 
     Args:
       model: what to run.
@@ -531,9 +449,6 @@ def prefilled_pages(
       cache: page size and dtype.
       prefill_chunk: most tokens prefilled at once.
       progress: called with "prefill" and how much of it is done.
-
-    Returns:
-      Keys and values, [L, N, Hkv, P, D], and the seconds it took, compilation excluded.
     """
     spec = kv_spec(model.config, cache.dtype or model.dtype)
     shapes = plan(
@@ -548,7 +463,7 @@ def prefilled_pages(
         np.stack([np.asarray(pool)[table] for pool in pools])
         for pools in (stored.k_pages, stored.v_pages)
     )
-    return keys, values, seconds
+    return PrefilledPages(keys, values, seconds)
 
 
 def _padded(array: np.ndarray, pages: int) -> jax.Array:

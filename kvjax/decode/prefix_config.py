@@ -1,0 +1,115 @@
+"""How stored prefixes are chosen from, read and kept in memory."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from kvjax.decode.budget import Budget
+from kvjax.decode.choosing import ByPages, ByTokens, Selection
+from kvjax.errors import KvjaxError
+from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
+from kvjax.policies.select import Who
+from kvjax.storage.layout import Layout
+
+By = Literal["low-bit", "mean", "quest", "keys", "impress", "h2o", "all"]
+LoadPolicy = Literal["auto", "load", "recompute"]
+Placement = Literal["attention", "impress", "lru", "lfu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixConfig:
+    """How stored prefixes are chosen from, read and kept in memory.
+
+    Attributes:
+      budget: most of a prefix that is read: a share, pages, tokens or bytes.
+      by: what pages are chosen by: "low-bit", the keys in `bits` bits; "mean", page means
+        (ShadowKV); "quest", Quest's bounds; "keys", all keys of a deciding layer, read from the
+        store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
+        tokens by the keys of three KV heads, if these agree; "all", as many pages as the budget
+        allows, in order.
+      bits: of low-bit keys, 2, 3 or 4.
+      clip: share of a channel's range that low-bit codes cover.
+      who: "head", "layer" or "period" chooses.
+      period: layers a period; a choice is guessed for the rest of its period and for the next.
+      prefetch: whether pages are read ahead on a guess.
+      load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
+      on_read_failure: "recompute" the prefix, or "fail".
+      host_bytes: bytes of memory that keep pages between requests.
+      placement: which pages are kept: by attention mass x frequency (ContiguousKV), IMPRESS's
+        score, LRU or LFU.
+      timeout_s: the longest wait for a read, in seconds.
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    budget: str = "10%"
+    by: By = "low-bit"
+    bits: int = 3
+    clip: float = 1.0
+    who: Who = "head"
+    period: int = 4
+    prefetch: bool = True
+    load_policy: LoadPolicy = "auto"
+    on_read_failure: Literal["recompute", "fail"] = "recompute"
+    host_bytes: int = 256 << 20
+    placement: Placement = "attention"
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        Budget(self.budget)
+        for name, kind in (("by", By), ("load_policy", LoadPolicy), ("placement", Placement)):
+            _one_of(name, getattr(self, name), get_args(kind))
+        _one_of("on_read_failure", self.on_read_failure, ("recompute", "fail"))
+        if self.by == "low-bit":
+            LowBitKeys(self.bits, self.clip)
+        if self.host_bytes < 0:
+            raise KvjaxError(f"host_bytes is {self.host_bytes}: must be 0 or more bytes")
+        if not self.timeout_s > 0:
+            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be seconds above 0")
+        self.choice()
+
+    def choice(self) -> Choice:
+        """Who chooses, as a program takes it."""
+        return Choice(who=self.who, period=self.period)
+
+    def sketch(self) -> Sketch | None:
+        """What is kept in memory to choose by, if anything is."""
+        if self.by == "low-bit":
+            return LowBitKeys(self.bits, self.clip)
+        if self.by == "mean":
+            return MeanKeys()
+        return QuestBounds() if self.by == "quest" else None
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether tokens are chosen, rather than pages."""
+        return self.by in ("impress", "h2o")
+
+    def selection(self) -> Selection:
+        """How a program chooses."""
+        if self.by_tokens:
+            return ByTokens(probe_heads=3 if self.by == "impress" else None)
+        return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
+
+    def layout(self, page_size: int, heads: int) -> Layout:
+        """How prefixes are cut into reads: what is always chosen together is read together.
+
+        Args:
+          page_size: tokens a page.
+          heads: KV heads of a layer.
+        """
+        return Layout(
+            page_size=page_size,
+            layers=self.period if self.who == "period" and self.by != "keys" else 1,
+            heads=1 if self.who == "head" or self.by == "impress" else heads,
+            split_kv=self.by in ("keys", "impress", "h2o"),
+        )
+
+    def sketch_name(self) -> str:
+        """What the sketch is called in a segment."""
+        return f"low-bit-{self.bits}-{self.clip:g}" if self.by == "low-bit" else self.by
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise KvjaxError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
