@@ -12,7 +12,7 @@ from kvjax.cli.console import bars, note, size_of
 from kvjax.cli.running import open_model
 from kvjax.cli.stored import StoreUrl, open_prefixes, prefix_options
 from kvjax.config import CacheConfig
-from kvjax.decode.prefixes import PrefixConfig
+from kvjax.decode import PrefixConfig
 
 app = typer.Typer(no_args_is_help=True, help="Keep the pages of a document that is asked about.")
 
