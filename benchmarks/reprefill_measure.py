@@ -17,7 +17,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig, PrefixStats
 from kvjax.decode.inputs import padded_stops, prng_key
 from kvjax.decode.meter import Meter
-from kvjax.decode.opening import prefilled
+from kvjax.decode.opening import empty_state, prefill_program
 from kvjax.decode.program import compiled
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
@@ -89,8 +89,9 @@ def recompute(task: Task, say: Callable[[str], None]) -> Outcome:
     def run(ids: list[int]) -> tuple[DecodeState, Shapes, None, float]:
         meter = Meter()
         shapes = task.shapes(ids)
-        silent = lambda phase, share: None  # noqa: E731
-        state = prefilled(task.model, ids, shapes, rules(task.model).limits, meter, silent)
+        state = empty_state(task.model, shapes, rules(task.model).limits, meter)
+        run_chunks = prefill_program(task.model, ids, shapes, state, meter)
+        state = run_chunks(state, lambda phase, share: None)
         return jax.block_until_ready(state), shapes, None, meter.seconds
 
     return _measured(task, run, None, say, repeats=1)

@@ -29,7 +29,7 @@ class Budget:
       KvjaxError: it is not such a text, or the amount is 0 or more than 100 %.
     """
 
-    text: str = "10%"
+    text: str
 
     def __post_init__(self) -> None:
         match = _AMOUNT.fullmatch(self.text) if isinstance(self.text, str) else None

@@ -1,5 +1,6 @@
 """The programs that take one prompt to the end of prefill, a program each."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,38 +38,37 @@ def empty_state(
     return made
 
 
-def prefilled(
-    model: Model,
-    ids: list[int],
-    shapes: Shapes,
-    limits: Int32[Array, " B"],
-    meter: Meter,
-    progress: Progress,
-) -> DecodeState:
-    """Prefill one prompt, chunk after chunk.
+def prefill_program(
+    model: Model, ids: list[int], shapes: Shapes, state: DecodeState, meter: Meter
+) -> Callable[[DecodeState, Progress], DecodeState]:
+    """Compile the prefill of one prompt.
 
     Args:
       model: what to run.
       ids: the prompt.
       shapes: the programs'.
-      limits: as in `Rules`.
+      state: as `empty_state` made it.
       meter: of the call.
-      progress: called with "prefill" and how much of it is done.
 
-    Raises:
-      PoolExhaustedError: the pool is too small.
+    Returns:
+      A function that prefills chunk after chunk, given the empty state, which it consumes, and
+      what to call with "prefill" and how much of it is done. It raises `PoolExhaustedError` if the
+      pool is too small.
     """
-    state = empty_state(model, shapes, limits, meter)
     prompts = inputs.flat_prompts([ids], shapes)
     static = (model.graphdef, shapes)
     index = jnp.int32(0)
     program = meter.program(_prefill_chunk, static, model.params, state, prompts, index, **IN_PLACE)
     chunks = -(-len(ids) // shapes.chunk)
-    for chunk in range(chunks):
-        state = program(model.params, state, prompts, jnp.int32(chunk))
-        state.reservation.check(state.cache)  # also waits, so that progress tells the truth
-        progress("prefill", (chunk + 1) / chunks)
-    return state
+
+    def run(state: DecodeState, progress: Progress) -> DecodeState:
+        for chunk in range(chunks):
+            state = program(model.params, state, prompts, jnp.int32(chunk))
+            state.reservation.check(state.cache)  # also waits, so that progress tells the truth
+            progress("prefill", (chunk + 1) / chunks)
+        return state
+
+    return run
 
 
 def _start(empty: tuple[int, Shapes], limits: Int32[Array, " B"]) -> DecodeState:

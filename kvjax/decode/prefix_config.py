@@ -42,7 +42,7 @@ class PrefixConfig:
       KvjaxError: a field is not what it must be.
     """
 
-    budget: str = "10%"
+    budget: str = "25%"
     by: By = "low-bit"
     bits: int = 3
     clip: float = 1.0

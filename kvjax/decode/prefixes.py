@@ -18,7 +18,7 @@ from kvjax.decode.choosing import Selection, StoredPrefix
 from kvjax.decode.identity import identity
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
 from kvjax.decode.meter import Meter
-from kvjax.decode.opening import IN_PLACE, empty_state, prefilled
+from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.results import PrefixStats
@@ -456,7 +456,8 @@ def prefilled_pages(
     )
     meter = Meter()
     limits = jnp.ones((shapes.batch,), jnp.int32)
-    stored = prefilled(model, ids, shapes, limits, meter, progress).cache
+    state = empty_state(model, shapes, limits, meter)
+    stored = prefill_program(model, ids, shapes, state, meter)(state, progress).cache
     seconds = meter.seconds
     table = np.asarray(stored.block_tables)[0, : len(ids) // cache.page_size]
     keys, values = (

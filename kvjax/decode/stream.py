@@ -12,7 +12,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
-from kvjax.decode.opening import IN_PLACE, prefilled
+from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import StreamEvent
 from kvjax.decode.sampling import Sampling, make_sampler
@@ -102,18 +102,21 @@ def _events(
 ) -> Iterator[StreamEvent]:
     meter = Meter(spent)
     progress("compile", 0.0)
-    state = prefix = None
+    found = None
     if prefixes is not None:
         found = prefixes.prefill(model, ids, shapes, limits=rules.limits, meter=meter)
-        if found is not None:
-            state, shapes, prefix = found
-    if state is None:
-        state = prefilled(model, ids, shapes, rules.limits, meter, progress)
+    if found is None:
+        state, prefix = empty_state(model, shapes, rules.limits, meter), None
+        prefill = prefill_program(model, ids, shapes, state, meter)
+    else:
+        state, shapes, prefix = found
     progress("compile", 0.5)
     static = (model.graphdef, shapes)
     opening = meter.program(_draw, static, model.params, state, rules, **IN_PLACE)
     step = meter.program(_step, static, model.params, state, rules, **IN_PLACE)
     progress("compile", 1.0)
+    if found is None:
+        state = prefill(state, progress)
     state = opening(model.params, state, rules)
     detokenizer = None if model.tokenizer is None else StreamDecoder(model.tokenizer)
     drawn = 0

@@ -1,5 +1,6 @@
 """Compiled programs update donated pools in place: they hold one pool, and copy none."""
 
+import dataclasses
 import re
 
 import jax
@@ -20,6 +21,7 @@ from tests.kvjax.decode.tiny import model
 
 PAGES = (96, 192)
 BATCH = 2
+any_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def pool_sizes(cache):
@@ -55,9 +57,9 @@ def assert_in_place(programs, caches):
     assert large - small <= growth
 
 
-def shapes_of(tiny, num_pages):
+def shapes_of(tiny, num_pages, dtype):
     return Shapes(
-        spec=tiny.spec,
+        spec=dataclasses.replace(tiny.spec, dtype=dtype),
         batch=BATCH,
         chunk=32,
         chunks=4,
@@ -74,8 +76,8 @@ def tiny():
     return model("mistral")
 
 
-def setting(tiny, num_pages):
-    shapes = shapes_of(tiny, num_pages)
+def setting(tiny, num_pages, dtype="float32"):
+    shapes = shapes_of(tiny, num_pages, dtype)
     rules = Rules(
         sampler=make_sampler(Sampling(), tiny.config.vocab_size),
         key=jax.random.key(0),
@@ -105,12 +107,14 @@ def extend(cache, keys, values, cu):
     return advance(cache, counts)
 
 
-def test_reserve_write_advance():
+@any_dtype
+def test_reserve_write_advance(dtype):
     """And the cache that was given away cannot be used again: it would be the new one's memory."""
     keys = [jnp.ones((BATCH, s.kv_heads, s.head_dim)) for s in SPEC.layers]
     values = [jnp.ones((BATCH, s.kv_heads, s.value_dim)) for s in SPEC.layers]
     cu = jnp.arange(BATCH + 1, dtype=jnp.int32)
-    caches = [init(SPEC, num_pages=n, batch=BATCH, max_pages=8, page_size=16) for n in PAGES]
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    caches = [init(spec, num_pages=n, batch=BATCH, max_pages=8, page_size=16) for n in PAGES]
     programs = [
         jax.jit(extend, donate_argnums=0).lower(cache, keys, values, cu).compile()
         for cache in caches
@@ -122,20 +126,22 @@ def test_reserve_write_advance():
         programs[0](caches[0], keys, values, cu)
 
 
-def test_a_decode_step(tiny):
+@any_dtype
+def test_a_decode_step(tiny, dtype):
     """Attention reads the pages before the token is written; XLA must not keep the old pool."""
     programs, caches = [], []
     for num_pages in PAGES:
-        static, state, _, rules = setting(tiny, num_pages)
+        static, state, _, rules = setting(tiny, num_pages, dtype)
         programs.append(compiled(_step, static, tiny.params, state, rules, donate=(1,)))
         caches.append(state.cache)
     assert_in_place(programs, caches)
 
 
-def test_a_prefill_chunk(tiny):
+@any_dtype
+def test_a_prefill_chunk(tiny, dtype):
     programs, caches = [], []
     for num_pages in PAGES:
-        static, state, prompts, _ = setting(tiny, num_pages)
+        static, state, prompts, _ = setting(tiny, num_pages, dtype)
         program = compiled(
             _prefill_chunk, static, tiny.params, state, prompts, jnp.int32(0), donate=(1,)
         )
@@ -150,13 +156,14 @@ def test_the_opening_draw_moves_nothing(tiny):
     assert_in_place([program, program], [state.cache] * 2)
 
 
+@any_dtype
 @pytest.mark.parametrize("entry", [_generate, _score], ids=["generate", "score"])
-def test_whole_programs_hold_one_pool(tiny, entry):
+def test_whole_programs_hold_one_pool(tiny, entry, dtype):
     """The pool is made inside, so it is a temporary: once, however often the loops turn. The loops
     copy nothing; only making the empty pools may."""
     temporary, totals = [], []
     for num_pages in PAGES:
-        static, state, prompts, rules = setting(tiny, num_pages)
+        static, state, prompts, rules = setting(tiny, num_pages, dtype)
         args = (prompts, rules) if entry is _generate else (prompts,)
         program = compiled(entry, static, tiny.params, *args)
         total, shapes = pool_sizes(state.cache)

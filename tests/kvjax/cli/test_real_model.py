@@ -44,14 +44,20 @@ def run(cache):
     return start
 
 
-def test_demo_answers_its_question_rightly(run):
-    result = run("demo", "--json")
+def test_demo_answers_its_question_rightly_twice(run, tmp_path):
+    result = run("demo", "--json", "--store", tmp_path)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["text"] == "The loan completed in Holland was 3,000,000 florins."
-    assert found["finish_reason"] == "stop"
-    assert found["stats"]["prompt_tokens"] == 1621
-    assert found["stats"]["pages_used"] == -(-(1621 + 19) // 16)
+    assert found["cold"]["text"] == "The loan completed in Holland was 3,000,000 florins."
+    for answer in (found["cold"], found["warm"]):
+        assert "3,000,000 florins." in answer["text"]
+        assert answer["finish_reason"] == "stop"
+        assert answer["stats"]["prompt_tokens"] == 1621
+    assert found["cold"]["stats"]["pages_used"] == -(-(1621 + 19) // 16)
+    assert found["cold"]["stats"]["prefix"] is None
+    prefix = found["warm"]["stats"]["prefix"]
+    assert prefix["pages_chosen"] == prefix["pages"] // 4
+    assert prefix["bytes_read"] - prefix["bytes_wasted"] < 1.02 * prefix["bytes_used"]
 
 
 def test_score_equals_the_reference(run, shared, tmp_path):
