@@ -67,8 +67,8 @@ def gather_heads(
     """
     count, heads, size, dim = pool.shape
     rows = pages[None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
-    # Gathers of bfloat16 become float32 ones on CPU (JAX 0.10). Tied to these rows, that is of what is
-    # taken; else XLA may convert the whole pool, before the loop or to share it with a write.
+    # JAX 0.10 gathers bfloat16 as float32 on CPU: let XLA convert what is taken, by this very
+    # gather, and not the whole pool, ahead of the loop or shared with another one's conversion.
     pool, rows = lax.optimization_barrier((pool, rows))
     taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
     return taken.reshape(heads, pages.shape[0] * size, dim)

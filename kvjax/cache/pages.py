@@ -79,25 +79,23 @@ def _put_blocks(
     page: Int32[Array, " n"],
     offset: Int32[Array, " n"],
 ) -> Float[Array, "N Hkv P D"]:
-    """Store one block after the other, in place, as integers; page N stores nothing.
+    """Store one block after the other, in place; page N or more stores nothing.
 
-    Seen as integers inside the loop, a slice is updated by itself. Unlike a scatter, an update has
-    no mode that drops: hence the branch.
+    An update of a slice, of the pool seen as integers, moves the slice alone. It has no mode that
+    drops, as a scatter has, so the loop is over what is not dropped.
     """
     bits = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
+    known = page < pool.shape[0]
+    (kept,) = jnp.nonzero(known, size=page.shape[0])
 
     def put(i: Int32[Array, ""], pool: Array) -> Array:
-        def stored(pool: Array) -> Array:
-            whole = lax.bitcast_convert_type(pool, bits)
-            block = lax.bitcast_convert_type(blocks[i], bits)[None]
-            whole = lax.dynamic_update_slice(whole, block, (page[i], 0, offset[i], 0))
-            return lax.bitcast_convert_type(whole, pool.dtype)
+        block = kept[i]
+        at = (page[block], 0, offset[block], 0)
+        whole = lax.bitcast_convert_type(pool, bits)
+        new = lax.bitcast_convert_type(blocks[block], bits)[None]
+        return lax.bitcast_convert_type(lax.dynamic_update_slice(whole, new, at), pool.dtype)
 
-        stays = page[i] >= pool.shape[0]
-        updated: Array = lax.cond(stays, lambda pool: pool, stored, pool)
-        return updated
-
-    filled: Array = lax.fori_loop(0, page.shape[0], put, pool)
+    filled: Array = lax.fori_loop(0, known.sum(dtype=jnp.int32), put, pool)
     return filled
 
 
