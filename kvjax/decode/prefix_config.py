@@ -1,6 +1,7 @@
 """How stored prefixes are chosen from, read and kept in memory."""
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 from kvjax.decode.budget import Budget
@@ -91,16 +92,18 @@ class PrefixConfig:
             return ByTokens(probe_heads=3 if self.by == "impress" else None)
         return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
 
-    def layout(self, page_size: int, heads: int) -> Layout:
+    def layout(self, page_size: int, layers: int, heads: int) -> Layout:
         """How prefixes are cut into reads: what is always chosen together is read together.
 
         Args:
           page_size: tokens a page.
+          layers: of the model; where a period does not divide them, a read brings a part of one.
           heads: KV heads of a layer.
         """
+        together = self.who == "period" and self.by != "keys"
         return Layout(
             page_size=page_size,
-            layers=self.period if self.who == "period" and self.by != "keys" else 1,
+            layers=math.gcd(layers, self.period) if together else 1,
             heads=1 if self.who == "head" or self.by == "impress" else heads,
             split_kv=self.by in ("keys", "impress", "h2o"),
         )

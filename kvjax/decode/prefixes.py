@@ -143,7 +143,7 @@ class PrefixCache:
         Raises:
           StoreError: the store cannot be written; nothing was published.
         """
-        _, count, heads, size, _ = pages.keys.shape
+        layers, count, heads, size, _ = pages.keys.shape
         arrays = {
             TAIL: np.asarray(ids[count * size :], np.int32),
             PREFILL_S: np.asarray(pages.seconds, np.float32),
@@ -154,7 +154,7 @@ class PrefixCache:
             ids[: count * size],
             pages.keys,
             pages.values,
-            layout=self.config.layout(size, heads),
+            layout=self.config.layout(size, layers, heads),
             sketches=arrays,
             label=label or model.name,
         )

@@ -70,6 +70,13 @@ def test_everything_equals_plain_prefill(tmp_path, model, ids, plain, changes):
         assert stats.pages == stats.pages_chosen == 12
 
 
+def test_reads_bring_what_a_period_chooses_where_it_divides_the_layers():
+    period = PrefixConfig(who="period", period=4)
+    assert [period.layout(16, layers, 3).layers for layers in (32, 30, 27)] == [4, 2, 1]
+    assert period.layout(16, 30, 3).heads == 3
+    assert PrefixConfig(who="head").layout(16, 30, 3).heads == 1
+
+
 def test_a_restart_changes_nothing(tmp_path, model, ids):
     half = dataclasses.replace(LOAD, budget="50%")
     first = answer(model, ids, stored(tmp_path, model, ids, half))
