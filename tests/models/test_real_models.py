@@ -150,7 +150,7 @@ def test_chat_templates(tokenizer):
 
 def test_ends_of_turns(tokenizer):
     ours, _, _ = tokenizer
-    ends = {ours.decode([token]) for token in ours.eos_ids}
+    ends = {ours.decode([token], skip_special=False) for token in ours.eos_ids}
     assert ends in ({"<|im_end|>", "<|endoftext|>"}, {"<eos>", "<end_of_turn>"})
 
 
