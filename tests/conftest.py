@@ -54,6 +54,20 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(autouse=True)
+def one_compilation_cache():
+    """A test that switches JAX's cache of compiled programs on would pass it on to the others.
+
+    A TPU program that was compiled without a TPU can be written to such a cache, but not read.
+    """
+    setting = "jax_compilation_cache_dir"
+    before = getattr(jax.config, setting)
+    yield
+    after = getattr(jax.config, setting)
+    jax.config.update(setting, before)
+    assert after == before, f"the test left {setting} at {after!r}"
+
+
 @pytest.fixture(scope="session")
 def shared(request):
     """The folder of reference data, or a skip that says what is missing."""

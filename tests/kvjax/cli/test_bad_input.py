@@ -1,4 +1,3 @@
-import importlib
 import json
 import os
 import pathlib
@@ -120,7 +119,6 @@ CASES = [
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 def test_is_one_clear_line_and_exit_code_2(files, monkeypatch, line, message):
     monkeypatch.chdir(files)
-    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
     arguments = [word.strip("'") for word in line.split(" ")]
     result = typer.testing.CliRunner().invoke(
         app, [*arguments, "--cache-dir", "cache"], env={"COLUMNS": "80"}
@@ -161,7 +159,6 @@ def test_no_device_is_one_clear_line(files, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("jax.devices", fail)
-    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
     arguments = ["score", "abc", "--model", str(files / "tiny.gguf")]
     result = typer.testing.CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
@@ -198,7 +195,6 @@ def test_faults_of_kvjax_keep_their_traceback(files, monkeypatch, kind):
     def fail(*_, **__):
         raise kind("a fault")
 
-    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
     monkeypatch.setattr("kvjax.decode.score", fail)
     result = typer.testing.CliRunner().invoke(
         app, ["score", "abc", "--model", str(files / "tiny.gguf"), "--cache-dir", str(files)]

@@ -34,8 +34,6 @@ def model(tiny, folder):
 @pytest.fixture
 def run(tiny, folder, monkeypatch):
     """Runs a command in this process on the tiny model."""
-    # A test process keeps its own compilation settings.
-    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
 
     def invoke(command, *arguments, text=None):
         if command in ("generate", "score"):

@@ -1,6 +1,5 @@
 """`kvjax prefix`, `kvjax store`, and `kvjax generate` with what they keep."""
 
-import importlib
 import json
 
 import pytest
@@ -24,7 +23,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch):
     """Runs a command in this process on the tiny model and one store."""
-    monkeypatch.setattr(importlib.import_module("kvjax.programs"), "keep_programs", lambda _: None)
 
     def invoke(*arguments):
         words = [str(word) for word in arguments]
