@@ -3,11 +3,12 @@
 import dataclasses
 import hashlib
 import threading
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
-from kvjax.storage.blobs import STATUS_ERRORS, Blobs
+from kvjax.storage.blobs import Blobs
 from kvjax.storage.errors import SegmentError, StoreError, UnitError, fault
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
@@ -116,7 +117,8 @@ class Segment:
         group = UnitGroup(
             read_places(self._array, self.grid, where),
             (len(where), *self.unit_shape),
-            lambda row, timeout: self._read_one(where[row : row + 1], timeout),
+            lambda row: self._read_again(where[row : row + 1]),
+            lambda row, error: self._unit_error(where[row : row + 1], error),
         )
         return [UnitRead(group, place) for place in row.tolist()]
 
@@ -135,20 +137,15 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_one(self, where: np.ndarray, timeout: float | None) -> np.ndarray:
-        """The unit at one place, read on its own to learn which unit of many it was that failed."""
+    def _read_again(self, where: np.ndarray) -> Any:
+        """Starts to read one unit on its own, to learn which of many it was that failed."""
         self._count(where)
-        future = read_places(self._array, self.grid, where)
-        try:
-            data: np.ndarray = future.result(timeout=timeout)
-        except TimeoutError:
-            raise
-        except STATUS_ERRORS as error:
-            layer, head, kind, page = units_at(self.grid, where)[0].tolist()
-            found = fault(error, "reading it")
-            name = (layer, head, kind, page)
-            raise UnitError(self.info.key, name, found.reason, str(error)) from error
-        return data.reshape(self.unit_shape)
+        return read_places(self._array, self.grid, where)
+
+    def _unit_error(self, where: np.ndarray, error: BaseException) -> UnitError:
+        layer, head, kind, page = units_at(self.grid, where)[0].tolist()
+        reason = fault(error, "reading it").reason
+        return UnitError(self.info.key, (layer, head, kind, page), reason, str(error))
 
     def _check(self, units: np.ndarray) -> None:
         if self.closed:

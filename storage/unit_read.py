@@ -1,6 +1,7 @@
 """Units that are on their way from a store."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,18 @@ class UnitRead:
         self._row = row
 
     def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
+        """Whether the batch it was started in has ended.
+
+        `result` then returns or raises at once, unless that batch failed: it then reads the unit
+        on its own.
+        """
         return self._group.done()
 
     def result(self, timeout: float | None = None) -> np.ndarray:
         """The unit [layers, heads, keys and values, tokens, head_dim].
 
         Args:
-          timeout: seconds to wait; None waits for ever.
+          timeout: seconds to wait in all, a second read included; None waits for ever.
 
         Returns:
           A view into the array of all units of the same call, of the segment's dtype. It is
@@ -49,21 +54,24 @@ class UnitGroup:
         self,
         future: Any,
         shape: tuple[int, ...],
-        again: Callable[[int, float | None], np.ndarray],
+        again: Callable[[int], Any],
+        error: Callable[[int, BaseException], UnitError],
     ) -> None:
         """A read that has started.
 
         Args:
           future: TensorStore's future of all units [n, element].
           shape: [n, *unit_shape].
-          again: reads unit i on its own, waiting so many seconds; raises UnitError, TimeoutError.
+          again: starts to read unit i on its own; gives a future of [1, element] and never blocks.
+          error: what to raise for unit i, from what that future raised.
         """
         self._future = future
         self._shape = shape
         self._read_again = again
+        self._error = error
         self._data: np.ndarray | None = None
         self._failed = False
-        self._again: dict[int, np.ndarray | UnitError] = {}
+        self._again: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def done(self) -> bool:
@@ -76,21 +84,23 @@ class UnitGroup:
 
     def result(self, row: int, timeout: float | None) -> np.ndarray:
         """Unit number `row`, as `UnitRead.result`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         if self._data is None and not self._failed:
             self._wait(timeout)
         if self._data is not None:
             unit: np.ndarray = self._data[row]
             return unit
-        with self._lock:
+        with self._lock:  # held for no wait: who is in a hurry does not stand behind who is not
             if row not in self._again:
-                try:
-                    self._again[row] = self._read_again(row, timeout)
-                except UnitError as error:
-                    self._again[row] = error
-        outcome = self._again[row]
-        if isinstance(outcome, UnitError):
-            raise outcome
-        return outcome
+                self._again[row] = self._read_again(row)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            alone: np.ndarray = self._again[row].result(timeout=left)
+        except TimeoutError:
+            raise
+        except STATUS_ERRORS as error:
+            raise self._error(row, error) from error
+        return alone.reshape(self._shape[1:])
 
     def _wait(self, timeout: float | None) -> None:
         try:

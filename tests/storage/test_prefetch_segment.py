@@ -1,8 +1,12 @@
 """The prefetcher over segments of a real page store."""
 
+import threading
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from kvjax.storage.errors import ReadFailedError
 from kvjax.storage.keys import Identity
@@ -83,3 +87,30 @@ def test_a_flipped_bit_is_an_error_of_its_units_only(tmp_path, kv):
         result = prefetcher.collect(prefetcher.issue(good, demand=True))
         np.testing.assert_array_equal(result, expected(kv, Layout(P), good))
         check_sums(prefetcher.finish_request())
+
+
+def test_units_that_are_read_again_and_never_return_are_waited_for_within_the_timeout(
+    tmp_path, kv, monkeypatch
+):
+    """Every batch fails when half the time is over; what is read one by one stays away."""
+    _, segment = stored(tmp_path / "store", kv, Layout(P))
+    promises, timeout_s = [], 0.8
+
+    def read_places(array, grid, where):
+        promise, future = ts.Promise.new()
+        promises.append(promise)
+        if len(where) > 1:
+            error = ValueError("DATA_LOSS: of the batch")
+            threading.Timer(timeout_s / 2, promise.set_exception, [error]).start()
+        return future
+
+    monkeypatch.setattr("kvjax.storage.segment.read_places", read_places)
+    units = np.array([(0, 0, 0, page) for page in range(N)], np.int32)
+    tiers = Tiers(0, segment.unit_shape, kv[0].dtype)
+    with segment, Prefetcher(segment.read, tiers, timeout_s=timeout_s) as prefetcher:
+        for demand in (True, False):
+            begun = time.monotonic()
+            with pytest.raises(ReadFailedError, match="timeout") as caught:
+                prefetcher.collect(prefetcher.issue(units, demand=demand))
+            assert time.monotonic() - begun < timeout_s + 0.5
+            assert len(caught.value.units) == N

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import os
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -336,6 +338,38 @@ def test_a_read_that_takes_too_long_stops_waiting(segment, monkeypatch):
     promise.set_result(data)
     assert read.result(timeout=10).shape == segment.unit_shape
     assert called == [read]
+
+
+def test_the_second_read_of_a_unit_is_waited_for_no_longer_than_the_first_left(
+    segment, monkeypatch
+):
+    """A batch fails late, and units that are then read one by one never return."""
+    batch, alone = ts.Promise.new(), ts.Promise.new()
+    futures = [batch[1], alone[1]]
+    monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: futures.pop(0))
+    read, other = segment.read(np.array([[0, 0, 0, 0], [0, 0, 0, 1]]))
+    threading.Timer(0.5, batch[0].set_exception, [OSError("the batch")]).start()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read.result(timeout=0.8)
+    assert 0.5 < time.monotonic() - begun < 1.1
+
+    def wait_long():
+        with contextlib.suppress(UnitError):
+            read.result(timeout=5)
+
+    waiting = threading.Thread(target=wait_long)
+    waiting.start()  # who has time does not hold up who has none
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        read.result(timeout=0.1)
+    assert time.monotonic() - begun < 1
+    alone[0].set_exception(ValueError("DATA_LOSS: Digest mismatch"))
+    waiting.join(10)
+    with pytest.raises(UnitError, match=r"page 0.*checksum"):  # read again once, not for each wait
+        read.result(timeout=0.1)
+    assert futures == []
+    assert other.done()
 
 
 def test_opening_and_closing_leaves_no_file_open(store):
