@@ -92,16 +92,16 @@ def test_a_flipped_bit_is_an_error_of_its_units_only(tmp_path, kv):
 def test_units_that_are_read_again_and_never_return_are_waited_for_within_the_timeout(
     tmp_path, kv, monkeypatch
 ):
-    """Every batch fails when half the time is over; what is read one by one stays away."""
+    """Every batch fails when most of the time is over; what is read one by one stays away."""
     _, segment = stored(tmp_path / "store", kv, Layout(P))
-    promises, timeout_s = [], 0.8
+    promises, timeout_s = [], 1.5
 
     def read_places(array, grid, where):
         promise, future = ts.Promise.new()
         promises.append(promise)
         if len(where) > 1:
             error = ValueError("DATA_LOSS: of the batch")
-            threading.Timer(timeout_s / 2, promise.set_exception, [error]).start()
+            threading.Timer(0.8 * timeout_s, promise.set_exception, [error]).start()
         return future
 
     monkeypatch.setattr("kvjax.storage.segment.read_places", read_places)
