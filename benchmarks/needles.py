@@ -7,15 +7,29 @@ from pydoc_data.topics import topics
 from kvjax.models import Tokenizer
 
 PLACES = ("Nantucket", "Aberdeen", "Lisbon", "Valparaiso", "Kyoto", "Tromso", "Dakar", "Quebec")
-STATEMENTS = (
-    "The secret access code for the {place} vault is {code}. Remember it.",
-    "Note for the staff: the {place} vault opens with the code {code}.",
-    "Whoever goes to the {place} vault needs its access code, which is {code}.",
+WORDINGS = (
+    (
+        "The secret access code for the {place} vault is {code}. Remember it.",
+        "the secret access code for the {place} vault",
+    ),
+    (
+        "Note for the staff: the password of the {place} office is {code}. Keep it safe.",
+        "the password of the {place} office",
+    ),
+    (
+        "Do not forget this: the magic number of the city of {place} is {code}.",
+        "the magic number of the city of {place}",
+    ),
+    (
+        "To call the harbour master: the telephone number of the {place} harbour is {code}.",
+        "the telephone number of the {place} harbour",
+    ),
 )
-QUESTION = (
-    "\n\nQuestion: What is the access code for the {place} vault?\n"
-    "Answer: The access code for the {place} vault is"
-)
+"""Statements, and what they say that the code is.
+
+Questions repeat a statement's words and name what no other statement of the document names: small
+models then answer with all keys and values, so that a wrong answer shows what a method lost.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +55,8 @@ def document(
     Args:
       tokenizer: of the model that will read it.
       tokens: length of the document.
-      count: codes in it, at most as many as there are places.
-      seed: of places, codes, phrasing and depths.
+      count: codes in it, each in a wording of its own, at most as many as there are wordings.
+      seed: of places, codes, wordings and depths.
 
     Returns:
       Its tokens, and the codes.
@@ -52,11 +66,13 @@ def document(
     while len(ids) < tokens:
         ids = ids + ids
     needles, statements = [], []
-    for index, place in enumerate(random_state.sample(PLACES, count)):
-        depth = (index + random_state.uniform(0.2, 0.8)) / count
+    places = random_state.sample(PLACES, count)
+    for index, (statement, thing) in enumerate(random_state.sample(WORDINGS, count)):
+        place, depth = places[index], (index + random_state.uniform(0.2, 0.8)) / count
         code = str(random_state.randrange(1_000_000, 10_000_000))
-        needles.append(Needle(place, code, depth, QUESTION.format(place=place)))
-        said = random_state.choice(STATEMENTS).format(place=place, code=code)
+        asked = thing.format(place=place)
+        needles.append(Needle(place, code, depth, _question(asked)))
+        said = statement.format(place=place, code=code)
         statements.append(tokenizer.encode(f"\n\n{said}\n\n", add_bos=False))
     room = tokens - sum(map(len, statements))
     result: list[int] = []
@@ -66,3 +82,7 @@ def document(
         result += ids[taken:until] + statement
         taken = until
     return result + ids[taken:room], needles
+
+
+def _question(asked: str) -> str:
+    return f"\n\nQuestion: What is {asked}?\nAnswer: {asked[0].upper()}{asked[1:]} is"
