@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
+Weights = NDArray[np.float32]
 
 
 @runtime_checkable
@@ -26,6 +27,10 @@ class Reader(Protocol):
 
     def collect(self, ticket: int) -> NDArray[Any]:
         """Wait for a ticket's units: [n, *unit shape], in the order asked."""
+        ...
+
+    def touch(self, units: Ids, mass: NDArray[Any], important: NDArray[Any]) -> None:
+        """Tell what attention units get, before they are collected."""
         ...
 
 
@@ -75,12 +80,23 @@ class PageReads:
         self.bytes_used = 0
         self.bytes_scored = 0
 
-    def issue(self, layer: int, ids: Ids, *, to_choose: bool = False) -> int:
+    def issue(
+        self,
+        layer: int,
+        ids: Ids,
+        *,
+        mass: Weights | None = None,
+        important: Weights | None = None,
+        to_choose: bool = False,
+    ) -> int:
         """Start reading a layer's pages, and those guessed for layers to come.
 
         Args:
           layer: 0 to layers - 1.
           ids: int32 [H, K], pages each KV head wants; N or more is none.
+          mass: float32 [H, K], attention each page gets; None if that is not known.
+          important: float32 [H, K], the share of each page's tokens that are attended to; None
+            means all of them.
           to_choose: only keys are wanted, to choose pages by.
 
         Returns:
@@ -90,6 +106,8 @@ class PageReads:
             return -1
         try:
             units, where = self._units(layer, ids, to_choose)
+            if mass is not None:
+                self._touch(units, where, ids, mass, important)
             ticket = self._reader.issue(units, demand=True)
             self._plans[ticket] = (units, where)
             if self._speculate:
@@ -127,6 +145,21 @@ class PageReads:
                 self.failure = error
                 out[:] = 0
         return out, np.bool_(self.failure is None)
+
+    def _touch(
+        self, units: Ids, where: Ids, ids: Ids, mass: Weights, important: Weights | None
+    ) -> None:
+        """Tell the reader what the units' pages are worth: mass is summed, shares are averaged."""
+        wanted = ids < self._pages
+        times = np.bincount(where)
+        # A query that is not finite ends the call elsewhere; it must not spoil the ranks.
+        weights = np.clip(np.nan_to_num(mass[wanted], posinf=0.0), 0.0, None)
+        worth = np.bincount(where, weights)
+        share = np.ones(len(times))
+        if important is not None:
+            share = np.clip(np.bincount(where, important[wanted]) / times, 0.0, 1.0)
+        kinds = len(units) // max(len(times), 1)
+        self._reader.touch(units, np.tile(worth, kinds), np.tile(share, kinds))
 
     def _scatter(
         self, out: NDArray[Any], got: NDArray[Any], where: Ids, layer: int, ids: Ids

@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from kvjax.decode.fetch import collect, issue
+from kvjax.decode.fetch import Worth, collect, issue
 from kvjax.models import ModelConfig
 from kvjax.policies import (
     Choice,
@@ -41,6 +41,13 @@ class Asked(NamedTuple):
     page: jax.ShapeDtypeStruct  # [P, D], one head's page
 
 
+class Chosen(NamedTuple):
+    """What a layer chose."""
+
+    ids: Int32[Array, "Hkv K"]  # pages; N or more is none
+    mass: Float32[Array, "Hkv K"]  # attention each got from what decided, summed over queries
+
+
 class Got(NamedTuple):
     """What a layer attends to besides the suffix."""
 
@@ -57,8 +64,8 @@ class Selection(Protocol):
         config: ModelConfig,
         prefix: StoredPrefix,
         asked: Asked,
-        before: Int32[Array, "Hkv K"],
-    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        before: Chosen,
+    ) -> tuple[Got, Chosen]:
         """Choose a layer's pages and read them.
 
         Args:
@@ -91,15 +98,15 @@ class ByPages:
         config: ModelConfig,
         prefix: StoredPrefix,
         asked: Asked,
-        before: Int32[Array, "Hkv K"],
-    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        before: Chosen,
+    ) -> tuple[Got, Chosen]:
         """See `Selection.get`."""
-        heads, room = before.shape
+        heads, room = before.ids.shape
         ok = jnp.bool_(True)
         if self.by is None:
             column = jnp.arange(room, dtype=jnp.int32)
             ids = jnp.where(column < prefix.count, column, prefix.pages)
-            ids = jnp.broadcast_to(ids, before.shape)
+            chosen = Chosen(jnp.broadcast_to(ids, before.ids.shape), before.mass)
         elif self.choice.decider(asked.layer) == asked.layer:
             sketch = prefix.sketches[asked.layer]
             if isinstance(self.by, ExactKeys):
@@ -120,10 +127,14 @@ class ByPages:
                 count=prefix.count,
                 choice=self.choice,
             )
+            grouped = jnp.sum(mass.reshape(heads, -1, mass.shape[1]), axis=1)
+            there = jnp.clip(ids, 0, mass.shape[1] - 1)
+            chosen = Chosen(ids, jnp.take_along_axis(grouped, there, axis=1))
         else:
-            ids = before
-        got = _read(prefix, asked, ids)
-        return Got(got.both, got.ok & ok), ids
+            chosen = before
+        worth = Worth(chosen.mass, jnp.ones_like(chosen.mass))
+        got = _read(prefix, asked, chosen.ids, worth)
+        return Got(got.both, got.ok & ok), chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,15 +160,15 @@ class ByTokens:
         config: ModelConfig,
         prefix: StoredPrefix,
         asked: Asked,
-        before: Int32[Array, "Hkv K"],
-    ) -> tuple[Got, Int32[Array, "Hkv K"]]:
+        before: Chosen,
+    ) -> tuple[Got, Chosen]:
         """See `Selection.get`."""
-        heads, room = before.shape
+        heads, room = before.ids.shape
         size = asked.page.shape[0]
         num_pages = prefix.sketches[asked.layer]["pages"].shape[0]
         count = room * size
 
-        def choose(probes: int) -> tuple[Array, Array, Array, Array]:
+        def choose(probes: int) -> tuple[Array, Array, Array, Array, Array]:
             keys, ok = _stored_keys(prefix, asked, heads, num_pages, probes)
             group = asked.queries.shape[1] // heads
             mass = ExactKeys().token_mass(
@@ -176,29 +187,38 @@ class ByTokens:
             else:
                 choice = heavy_hitters(mass, prefix.pages * size, count=count, chunk=self.chunk)
                 similar = jnp.bool_(True)
-            return choice.tokens, choice.chunks, similar, ok
+            return choice.tokens, choice.chunks, jnp.mean(mass, axis=0), similar, ok
 
         probes = heads if self.probe_heads is None else min(self.probe_heads, heads)
-        tokens, chunks, similar, ok = choose(probes)
+        tokens, chunks, mass, similar, ok = choose(probes)
         if probes < heads:
-            tokens, chunks, _, ok = lax.cond(
-                similar, lambda: (tokens, chunks, similar, ok), lambda: choose(heads)
+            tokens, chunks, mass, _, ok = lax.cond(
+                similar, lambda: (tokens, chunks, mass, similar, ok), lambda: choose(heads)
             )
         pages = chunk_pages(chunks, chunk=self.chunk, page_size=size, num_pages=num_pages)
         ids = jnp.broadcast_to(
             jnp.where(pages < prefix.pages, pages, num_pages), (heads, pages.size)
         )
-        got = _read(prefix, asked, ids)
-        # The chosen tokens, packed in order; what is no token is not attended to.
         column = jnp.searchsorted(pages, tokens // size).astype(jnp.int32)
+        worth = Worth(
+            *(
+                jnp.broadcast_to(jnp.zeros((pages.size,)).at[column].add(x, mode="drop"), ids.shape)
+                for x in (
+                    mass.at[tokens].get(mode="fill", fill_value=0),
+                    jnp.where(tokens < prefix.pages * size, 1 / size, 0),
+                )
+            )
+        )
+        got = _read(prefix, asked, ids, worth)
+        # The chosen tokens, packed in order; what is no token is not attended to.
         rows = got.both.swapaxes(2, 3).reshape(2, -1, heads, asked.page.shape[1])
         packed = rows.at[:, column * size + tokens % size].get(mode="clip")
         packed = packed.reshape(2, room, size, heads, -1).swapaxes(2, 3)
         return Got(packed, got.ok & ok), before
 
 
-def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"]) -> Got:
-    ticket = issue(prefix.handle, asked.layer, ids)
+def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Got:
+    ticket = issue(prefix.handle, asked.layer, ids, worth)
     return Got(*collect(prefix.handle, ticket, asked.layer, ids, asked.page))
 
 
@@ -209,6 +229,6 @@ def _stored_keys(
     head = jnp.arange(heads, dtype=jnp.int32)[:, None]
     page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
     ids = jnp.where(head < (heads if wanted is None else wanted), page, num_pages)
-    ticket = issue(prefix.handle, asked.layer, ids, to_choose=True)
+    ticket = issue(prefix.handle, asked.layer, ids, None)
     keys, ok = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
     return {"keys": keys[0].swapaxes(0, 1)}, ok

@@ -5,19 +5,26 @@ also work in loops and under `shard_map`.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.storage.sessions import session
 
 
+class Worth(NamedTuple):
+    """What chosen pages are worth keeping in memory for."""
+
+    mass: Float32[Array, "Hkv K"]  # attention each got, summed over queries and query heads
+    important: Float32[Array, "Hkv K"]  # the share of its tokens that are attended to
+
+
 def issue(
-    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], *, to_choose: bool = False
+    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], worth: Worth | None
 ) -> Int32[Array, ""]:
     """Start reading pages of a layer; returns at once.
 
@@ -25,13 +32,13 @@ def issue(
       handle: of the open `PageReads`.
       layer: whose pages.
       ids: pages of the prefix for each KV head; N or more is none.
-      to_choose: only keys are wanted, to choose pages by.
+      worth: of these pages; None if only their keys are wanted, to choose pages by.
 
     Returns:
       A ticket for `collect`.
     """
-    start = functools.partial(_issue, layer, to_choose)
-    ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), handle, ids)
+    start = functools.partial(_issue, layer)
+    ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), handle, ids, worth)
     return ticket
 
 
@@ -52,7 +59,7 @@ def collect(
       layer: as given to `issue`.
       ids: as given to `issue`.
       page: [P, D], shape and dtype of one head's page.
-      to_choose: as given to `issue`.
+      to_choose: whether `issue` was given no worth: only keys are wanted.
 
     Returns:
       Keys and values, or only keys, zero where `ids` names no page; and whether they are right (if
@@ -67,9 +74,12 @@ def collect(
     return both, ok
 
 
-def _issue(layer: int, to_choose: bool, handle: Any, ids: Any) -> np.int32:
+def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
     reads = session(int(handle))
-    return np.int32(reads.issue(layer, np.asarray(ids), to_choose=to_choose))
+    if worth is None:
+        return np.int32(reads.issue(layer, np.asarray(ids), to_choose=True))
+    mass, important = np.asarray(worth.mass), np.asarray(worth.important)
+    return np.int32(reads.issue(layer, np.asarray(ids), mass=mass, important=important))
 
 
 def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> tuple[Any, Any]:

@@ -35,9 +35,8 @@ class PrefixConfig:
       load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
       on_read_failure: "recompute" the prefix, or "fail".
       host_bytes: bytes of memory that keep pages between requests.
-      placement: which pages are kept: "lru", "lfu", "attention" (ContiguousKV's mass x frequency)
-        or IMPRESS's score. Re-prefill tells the tiers which pages were used and not how much mass
-        they got, so "attention" keeps what was used last, as "lru" does.
+      placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
+        "lru", "lfu" or IMPRESS's score.
       timeout_s: the longest wait for a read, in seconds.
 
     Raises:
@@ -54,7 +53,7 @@ class PrefixConfig:
     load_policy: LoadPolicy = "auto"
     on_read_failure: Literal["recompute", "fail"] = "recompute"
     host_bytes: int = 256 << 20
-    placement: Placement = "lru"
+    placement: Placement = "attention"
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

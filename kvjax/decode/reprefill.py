@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
 
 from kvjax import cache as paged
 from kvjax.cache import PagedKVCache
 from kvjax.decode.attend import chunk_attend
-from kvjax.decode.choosing import Asked, Selection, StoredPrefix
+from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.models import Attend, Decoder
 from kvjax.pallas_kernels.support import Implementation
@@ -22,7 +22,7 @@ from kvjax.pallas_kernels.support import Implementation
 
 class _Carry(NamedTuple):
     cache: PagedKVCache
-    ids: Int32[Array, "Hkv K"]
+    chosen: Chosen
     ok: Bool[Array, ""]
 
 
@@ -67,7 +67,8 @@ def reprefill(
         implementation,
     )
     attend = _fetching(decoder, base, prefix, valid, selection)
-    none = jnp.full((decoder.config.layers[0].num_kv_heads, room), prefix.pages, jnp.int32)
+    shape = (decoder.config.layers[0].num_kv_heads, room)
+    none = Chosen(jnp.full(shape, prefix.pages, jnp.int32), jnp.zeros(shape))
     carry = _Carry(cache, none, jnp.bool_(True))
     hidden, carry = decoder(tokens, offset + prefix.pages * size, attend, carry)
     cache = paged.advance(carry.cache, jnp.where(reservation.ok, jnp.diff(suffix.cu_lengths), 0))
@@ -100,15 +101,15 @@ def _fetching(
     """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
-        cache, ids, ok = carry
+        cache, chosen, ok = carry
         pool = cache.k_pages[layer]
         page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
-        got, ids = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), ids)
+        got, chosen = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), chosen)
         origin = (0, 0, 0, 0)
         keys = jax.lax.dynamic_update_slice(pool, got.both[0], origin)
         values = jax.lax.dynamic_update_slice(cache.v_pages[layer], got.both[1], origin)
         cache = paged.with_layer(cache, layer, keys, values)
         out, cache = base(layer, q, k, v, cache)
-        return out, _Carry(cache, ids, ok & got.ok)
+        return out, _Carry(cache, chosen, ok & got.ok)
 
     return attend

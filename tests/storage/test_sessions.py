@@ -16,6 +16,7 @@ class Reader:
     def __init__(self, layers, heads, kinds):
         self.shape = (layers, heads, kinds, SIZE, DIM)
         self.asked, self.guessed, self.tickets = [], [], {}
+        self.touched = []
         self.numbers = itertools.count()
         self.broken = None
 
@@ -26,6 +27,9 @@ class Reader:
         ticket = next(self.numbers)
         self.tickets[ticket] = units
         return ticket
+
+    def touch(self, units, mass, important):
+        self.touched.append((units.tolist(), mass, important))
 
     def collect(self, ticket):
         if self.broken == "collect":
@@ -103,6 +107,27 @@ def test_a_choice_is_guessed_for_its_period_then_for_the_next():
     silent, reader = reads(speculate=False)
     silent.issue(0, CHOSEN)
     assert reader.guessed == []
+
+
+def test_what_pages_are_worth_is_told_unit_by_unit():
+    made, reader = reads(heads=2)
+    ids = np.array([[1, 2, PAGES], [2, 3, PAGES]], np.int32)
+    mass = np.array([[1, 2, 99], [4, np.nan, 99]], np.float32)
+    share = np.array([[1, 0.5, 0], [1, 1, 0]], np.float32)
+    made.issue(1, ids, mass=mass, important=share)
+    (units, worth, important), *_ = reader.touched
+    assert units == [[1, 0, 0, 1], [1, 0, 0, 2], [1, 0, 0, 3]]
+    assert worth.tolist() == [1, 6, 0]  # summed over the heads; what is no number counts as nothing
+    assert important.tolist() == [1, 0.75, 1]  # averaged
+
+
+def test_keys_and_values_of_a_page_are_worth_the_same():
+    made, reader = reads(kinds=1)
+    made.issue(0, np.array([[3], [PAGES]], np.int32), mass=np.full((2, 1), 5, np.float32))
+    units, worth, important = reader.touched[0]
+    assert units == [[0, 0, 0, 3], [0, 0, 1, 3]]
+    assert worth.tolist() == [5, 5]
+    assert important.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("broken", ["issue", "collect"])

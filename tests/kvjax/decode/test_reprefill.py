@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from kvjax.cache import init
-from kvjax.decode.choosing import ByPages, StoredPrefix
+from kvjax.decode.choosing import ByPages, ByTokens, StoredPrefix
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.step import Prompts, prefill_chunk, start
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds
@@ -28,7 +28,7 @@ class Memory:
         self.both = np.stack([keys, values], axis=2)  # [L, H, 2, N, P, D]
         self.layers, self.heads, self.split = layers, heads, split
         self.tickets, self.numbers = {}, itertools.count()
-        self.demanded, self.guessed = [], []
+        self.demanded, self.guessed, self.touched = [], [], []
         self.fail_at = fail_at
 
     @property
@@ -41,6 +41,9 @@ class Memory:
         if demand:
             self.tickets[ticket] = units
         return ticket
+
+    def touch(self, units, mass, important):
+        self.touched.append((units.tolist(), mass, important))
 
     def collect(self, ticket):
         if self.fail_at is not None and len(self.demanded) > self.fail_at:
@@ -104,8 +107,9 @@ def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES,
         speculate=speculate,
     )
     sketches = ({"pages": jnp.zeros((PREFIX_PAGES,), jnp.int32)},) * layers
-    if selection.by is not None and not isinstance(selection.by, ExactKeys):
-        sketches = tuple(selection.by.build(jnp.asarray(k).swapaxes(0, 1)) for k in keys)
+    by = getattr(selection, "by", None)
+    if by is not None and not isinstance(by, ExactKeys):
+        sketches = tuple(by.build(jnp.asarray(k).swapaxes(0, 1)) for k in keys)
     num_pages = room + -(-SUFFIX // PAGE) + 1
     cache = init(model.spec, num_pages=num_pages, batch=1, max_pages=num_pages, page_size=PAGE)
     state = start(cache, model.config.hidden_size, jnp.ones((1,), jnp.int32))
@@ -174,6 +178,29 @@ def test_a_part_is_what_attention_over_those_pages_gives(model, tokens, stored):
             pages = units[units[:, 1] == head][:, 3]
             assert {0, PREFIX_PAGES - 1} <= set(pages.tolist())
             np.testing.assert_array_equal(pool[:3, head], keys[layer, head, pages])
+
+
+def test_the_attention_that_pages_get_is_told_before_they_are_read(model, tokens, stored):
+    """All pages' mass sums to the queries, as many as query heads read through a KV head."""
+    *_, reader = run(model, tokens, stored, ByPages(LowBitKeys(4)), PREFIX_PAGES)
+    layers, heads = stored[0].shape[:2]
+    assert len(reader.touched) == layers
+    group = model.config.layers[0].num_heads // heads
+    for units, mass, important in reader.touched:
+        assert mass.sum() == pytest.approx(heads * group * SUFFIX, rel=1e-3)
+        assert (important == 1).all()
+        assert len(units) == heads * PREFIX_PAGES
+
+
+def test_tokens_tell_which_share_of_a_page_was_wanted(model, tokens, stored):
+    *_, reader = run(model, tokens, stored, ByTokens(chunk=PAGE), 2, room=2)
+    assert len(reader.touched) == stored[0].shape[0]
+    heads = stored[0].shape[1]
+    for units, mass, important in reader.touched:
+        assert important.sum() * PAGE == pytest.approx(heads * 2 * PAGE)
+        assert ((0 < important) & (important <= 1)).all()
+        assert (mass > 0).all()
+        assert len(units) >= 2 * heads
 
 
 def test_guesses_change_nothing(model, tokens, stored):
