@@ -16,7 +16,7 @@ Reason = Literal["absent", "torn", "checksum", "foreign", "tokens differ", "vers
 absent: nothing is stored under that name, or not any more.
 torn: shorter than it was written, or not readable as what it should be.
 checksum: whole, but not the bytes that were written.
-foreign: written by something else, or for another segment.
+foreign: written by something else, for another segment, or for another place in it.
 tokens differ: the key was found, what it was made from is not what was asked for.
 version: written in another version of the format.
 io: the device or the network failed.

@@ -8,6 +8,7 @@ import tensorstore as ts
 
 DTYPES = ("bfloat16", "float16", "float32")
 _CHECKSUM_BYTES = 4  # crc32c, after each unit and after each shard's index
+_TAG_BYTES = 16  # behind each unit, under its checksum: which unit it is
 _INDEX_ENTRY_BYTES = 16  # offset and length of one unit in its shard
 
 
@@ -35,7 +36,7 @@ class Layout:
     def namespace(self, grid: "Grid") -> str:
         """The part of a stored segment's key that its physical form decides."""
         return (
-            f"units v1; page {self.page_size}; layers {self.layers} of {grid.layers}; "
+            f"units v2; page {self.page_size}; layers {self.layers} of {grid.layers}; "
             f"heads {self.heads} of {grid.heads}; split {int(self.split_kv)}; "
             f"head_dim {grid.head_dim}; dtype {grid.dtype}"
         )
@@ -98,8 +99,13 @@ class Grid:
 
     @property
     def stored_unit_bytes(self) -> int:
-        """Bytes of one unit in its shard: the unit and its checksum."""
-        return self.unit_bytes + _CHECKSUM_BYTES
+        """Bytes of one unit in its shard: the unit, its tag and its checksum."""
+        return self.unit_bytes + _TAG_BYTES + _CHECKSUM_BYTES
+
+    @property
+    def stored_elements(self) -> int:
+        """Numbers of the stored dtype that a unit and its tag take up."""
+        return (self.unit_bytes + _TAG_BYTES) // self.numpy_dtype.itemsize
 
     @property
     def index_bytes(self) -> int:

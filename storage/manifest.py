@@ -20,7 +20,7 @@ from kvjax.storage.keys import Identity, page_keys, token_array
 from kvjax.storage.layout import Grid, Layout
 
 MAGIC = "kvjax prefix segment"
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Integer
 
 from kvjax.storage.blobs import Blobs
-from kvjax.storage.errors import SegmentError, StoreError, UnitError, fault
+from kvjax.storage.errors import Reason, SegmentError, StoreError, UnitError
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 from kvjax.storage.manifest import Manifest, SketchEntry
 from kvjax.storage.unit_array import bytes_of_read, open_array, places, read_places, units_at
 from kvjax.storage.unit_read import UnitGroup, UnitRead
+from kvjax.storage.unit_tags import folder_number, split_tags, tags_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SegmentInfo:
 class BytesRead:
     """Bytes that came from the store."""
 
-    payload: int = 0  # units with their checksums, and short gaps between units
+    payload: int = 0  # units with their tags and checksums, and short gaps between units
     index: int = 0  # shard indexes
     sketches: int = 0
 
@@ -69,6 +70,7 @@ class Segment:
         self._blobs = blobs
         self._manifest = manifest
         self._prefix = f"data/{manifest.folder}/"
+        self._number = folder_number(manifest.folder)
         self._read = BytesRead()
         self._lock = threading.Lock()
         zarr_json = self._checked("zarr.json", manifest.array_sha256)
@@ -113,12 +115,8 @@ class Segment:
         if not len(rows):
             return []
         where, row = np.unique(places(self.grid, rows), return_inverse=True)
-        self._count(where)
         group = UnitGroup(
-            read_places(self._array, self.grid, where),
-            (len(where), *self.unit_shape),
-            lambda row: self._read_again(where[row : row + 1]),
-            lambda row, error: self._unit_error(where[row : row + 1], error),
+            where, start=self._start, checked=self._checked_units, error=self._unit_error
         )
         return [UnitRead(group, place) for place in row.tolist()]
 
@@ -137,15 +135,22 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_again(self, where: np.ndarray) -> Any:
-        """Starts to read one unit on its own, to learn which of many it was that failed."""
+    def _start(self, where: np.ndarray) -> Any:
+        """Starts to read the units at places [n]; a future of [n, element]."""
         self._count(where)
         return read_places(self._array, self.grid, where)
 
-    def _unit_error(self, where: np.ndarray, error: BaseException) -> UnitError:
-        layer, head, kind, page = units_at(self.grid, where)[0].tolist()
-        reason = fault(error, "reading it").reason
-        return UnitError(self.info.key, (layer, head, kind, page), reason, str(error))
+    def _checked_units(
+        self, stored: np.ndarray, where: np.ndarray
+    ) -> tuple[np.ndarray, frozenset[int]]:
+        """Units [n, *unit_shape] as they were read, and rows of those that belong elsewhere."""
+        units, tags = split_tags(self.grid, stored)
+        wrong = (tags != tags_of(self._number, where)).any(axis=-1)
+        return units, frozenset(np.flatnonzero(wrong).tolist())
+
+    def _unit_error(self, place: int, reason: Reason, detail: str) -> UnitError:
+        layer, head, kind, page = units_at(self.grid, np.array([place]))[0].tolist()
+        return UnitError(self.info.key, (layer, head, kind, page), reason, detail)
 
     def _check(self, units: np.ndarray) -> None:
         if self.closed:

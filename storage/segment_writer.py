@@ -16,6 +16,7 @@ from kvjax.storage.layout import Grid, Layout
 from kvjax.storage.manifest import Manifest, segment_key
 from kvjax.storage.sketch_files import encode_sketches
 from kvjax.storage.unit_array import description, open_array, write_shards
+from kvjax.storage.unit_tags import folder_number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
     try:
         blobs.write(prefix + "zarr.json", segment.zarr_json)
         array = open_array(blobs, prefix, segment.zarr_json)
-        write_shards(array, manifest.grid, segment.keys, segment.values)
+        number = folder_number(manifest.folder)
+        write_shards(array, manifest.grid, number, segment.keys, segment.values)
         for name, data in segment.sketches.items():
             blobs.write(f"{prefix}sketches/{name}", data)
         published = blobs.write_if(manifest_name(manifest.key), segment.encoded, replaces)

@@ -1,7 +1,8 @@
 """A segment's keys and values as one zarr3 array: a shard a file, an inner chunk a unit.
 
 The array's axes are [layer group, head group, page, kind, element of the unit]. Any zarr3 reader
-that knows the sharding codec can open it; the attributes say what a unit's elements are.
+that knows the sharding codec can open it; the attributes say what a unit's elements are. The last
+ones of each are its tag (`kvjax.storage.unit_tags`).
 """
 
 import collections
@@ -15,6 +16,7 @@ import tensorstore as ts
 from kvjax.storage.blobs import STATUS_ERRORS, Blobs
 from kvjax.storage.errors import fault
 from kvjax.storage.layout import Grid
+from kvjax.storage.unit_tags import split_tags, tags_of
 
 _SHARDS_IN_FLIGHT = 2
 
@@ -22,7 +24,7 @@ _SHARDS_IN_FLIGHT = 2
 def description(grid: Grid, key: str) -> bytes:
     """The array's zarr.json, which names the segment it belongs to."""
     layer_groups, head_groups, kinds, pages = grid.units
-    elements = grid.unit_bytes // grid.numpy_dtype.itemsize
+    elements = grid.stored_elements
     codecs = [
         {"name": "bytes", "configuration": {"endian": "little"}},
         {"name": "crc32c"},
@@ -50,6 +52,7 @@ def description(grid: Grid, key: str) -> bytes:
             "segment": key,
             "unit_axes": ["layer", "head", "keys and values", "token", "channel"],
             "unit_shape": list(grid.unit_shape),
+            "tag": "the last 16 bytes: a number of the folder, and the unit's place in the array",
         },
     }
     return json.dumps(metadata, indent=1).encode("ascii")
@@ -77,8 +80,8 @@ def open_array(blobs: Blobs, prefix: str, zarr_json: bytes) -> Any:
         raise fault(error, f"opening the array in {blobs.url}{prefix}") from error
 
 
-def write_shards(array: Any, grid: Grid, keys: np.ndarray, values: np.ndarray) -> None:
-    """Writes keys and values [L, N, H, P, D], a few shards at a time.
+def write_shards(array: Any, grid: Grid, number: int, keys: np.ndarray, values: np.ndarray) -> None:
+    """Writes keys and values [L, N, H, P, D] of the folder with a number, a few shards at a time.
 
     Raises:
       StoreError: a shard cannot be written.
@@ -91,8 +94,11 @@ def write_shards(array: Any, grid: Grid, keys: np.ndarray, values: np.ndarray) -
                 future, shard = in_flight.popleft()
                 future.result()  # and its memory serves again: fresh pages would cost a third more
             else:
-                shard = np.empty((pages, kinds, *grid.unit_shape), _bits(grid))
-            _fill(shard, grid, keys, values, layer_group, head_group)
+                shard = np.empty((pages, kinds, grid.stored_elements), _bits(grid))
+            units, tags = split_tags(grid, shard)
+            _fill(units, grid, keys, values, layer_group, head_group)
+            first = (layer_group * head_groups + head_group) * pages * kinds
+            tags[:] = tags_of(number, first + np.arange(pages * kinds).reshape(pages, kinds))
             in_flight.append((start_write(array, grid, layer_group, head_group, shard), shard))
         while in_flight:
             in_flight.popleft()[0].result()
@@ -107,9 +113,7 @@ def start_write(
     array: Any, grid: Grid, layer_group: int, head_group: int, shard: np.ndarray
 ) -> Any:
     """Starts to write one shard, which must not change until the future returned is done."""
-    pages, kinds = shard.shape[:2]
-    units = shard.reshape(pages, kinds, -1).view(grid.numpy_dtype)
-    return array[layer_group, head_group].write(units)
+    return array[layer_group, head_group].write(shard.view(grid.numpy_dtype))
 
 
 def places(grid: Grid, units: np.ndarray) -> np.ndarray:
@@ -143,7 +147,7 @@ def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int,
     """What TensorStore reads from files for one read of units: (payload, index) bytes.
 
     The index of each shard that is touched is read once, whole. Units are read with their
-    checksums.
+    tags and checksums.
 
     Args:
       grid: the segment's extents.
@@ -160,7 +164,7 @@ def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int,
 
 
 def _fill(
-    shard: np.ndarray,
+    units: np.ndarray,
     grid: Grid,
     keys: np.ndarray,
     values: np.ndarray,
@@ -176,7 +180,7 @@ def _fill(
     )
     for which, source in enumerate((keys, values)):
         kind, place = (which, 0) if grid.layout.split_kv else (0, which)
-        shard[:, kind, :, :, place] = source[block].view(_bits(grid)).transpose(1, 0, 2, 3, 4)
+        units[:, kind, :, :, place] = source[block].view(_bits(grid)).transpose(1, 0, 2, 3, 4)
 
 
 def _bits(grid: Grid) -> np.dtype[Any]:

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvjax.storage.blobs import STATUS_ERRORS
-from kvjax.storage.errors import UnitError
+from kvjax.storage.errors import Reason, UnitError, fault
+
+_Units = tuple[np.ndarray, frozenset[int]]
+"""Units [n, *unit_shape], and the rows of those whose bytes belong to another place."""
 
 
 class UnitRead:
@@ -38,7 +41,8 @@ class UnitRead:
 
         Raises:
           TimeoutError: it is not there yet.
-          UnitError: it cannot be read, or its checksum is not that of its bytes.
+          UnitError: it cannot be read, its checksum is not that of its bytes, or they are those of
+            another unit.
         """
         return self._group.result(self._row, timeout)
 
@@ -52,24 +56,28 @@ class UnitGroup:
 
     def __init__(
         self,
-        future: Any,
-        shape: tuple[int, ...],
-        again: Callable[[int], Any],
-        error: Callable[[int, BaseException], UnitError],
+        where: np.ndarray,
+        *,
+        start: Callable[[np.ndarray], Any],
+        checked: Callable[[np.ndarray, np.ndarray], _Units],
+        error: Callable[[int, Reason, str], UnitError],
     ) -> None:
-        """A read that has started.
+        """Starts to read.
 
         Args:
-          future: TensorStore's future of all units [n, element].
-          shape: [n, *unit_shape].
-          again: starts to read unit i on its own; gives a future of [1, element] and never blocks.
-          error: what to raise for unit i, from what that future raised.
+          where: int64 [n], places of the units.
+          start: starts to read the units at places [m] and never blocks; gives TensorStore's future
+            of them as they are stored.
+          checked: takes what that brought and the places; gives the units [m, *unit_shape], and
+            those whose bytes belong to another place.
+          error: what to raise for the unit at a place.
         """
-        self._future = future
-        self._shape = shape
-        self._read_again = again
+        self._where = where
+        self._start = start
+        self._checked = checked
         self._error = error
-        self._data: np.ndarray | None = None
+        self._future = start(where)
+        self._units: _Units | None = None
         self._failed = False
         self._again: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -85,29 +93,44 @@ class UnitGroup:
     def result(self, row: int, timeout: float | None) -> np.ndarray:
         """Unit number `row`, as `UnitRead.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self._data is None and not self._failed:
-            self._wait(timeout)
-        if self._data is not None:
-            unit: np.ndarray = self._data[row]
-            return unit
-        with self._lock:  # held for no wait: who is in a hurry does not stand behind who is not
-            if row not in self._again:
-                self._again[row] = self._read_again(row)
+        units = self._units
+        if units is None and not self._failed:
+            units = self._wait(timeout)
+        if units is not None:
+            return self._unit(units, row, self._where)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            alone: np.ndarray = self._again[row].result(timeout=left)
-        except TimeoutError:
-            raise
-        except STATUS_ERRORS as error:
-            raise self._error(row, error) from error
-        return alone.reshape(self._shape[1:])
+        return self._result_alone(row, left)
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> _Units | None:
+        """What the read brought, None if it failed."""
         try:
-            data = self._future.result(timeout=timeout)
+            stored = self._future.result(timeout=timeout)
         except TimeoutError:
             raise
         except STATUS_ERRORS:
             self._failed = True
-            return
-        self._data = data.reshape(self._shape)
+            return None
+        self._units = self._checked(stored, self._where)
+        return self._units
+
+    def _result_alone(self, row: int, timeout: float | None) -> np.ndarray:
+        where = self._where[row : row + 1]
+        with self._lock:  # held for no wait: who is in a hurry does not stand behind who is not
+            if row not in self._again:
+                self._again[row] = self._start(where)
+        try:
+            stored = self._again[row].result(timeout=timeout)
+        except TimeoutError:
+            raise
+        except STATUS_ERRORS as error:
+            reason = fault(error, "reading it").reason
+            raise self._error(int(where[0]), reason, str(error)) from error
+        return self._unit(self._checked(stored, where), 0, where)
+
+    def _unit(self, units: _Units, row: int, where: np.ndarray) -> np.ndarray:
+        data, misplaced = units
+        if row in misplaced:
+            detail = "its place holds a unit of another place, or of another segment"
+            raise self._error(int(where[row]), "foreign", detail)
+        unit: np.ndarray = data[row]
+        return unit

@@ -14,9 +14,9 @@ def test_the_paper_s_example_in_numbers():
     grid = Grid(Layout(), layers=30, pages=512, heads=3, head_dim=64, dtype="bfloat16")
     assert grid.units == (30, 3, 1, 512)
     assert grid.unit_shape == (1, 1, 2, 16, 64)
-    assert (grid.unit_bytes, grid.stored_unit_bytes) == (4096, 4100)
+    assert (grid.unit_bytes, grid.stored_unit_bytes, grid.stored_elements) == (4096, 4116, 2056)
     assert (grid.shards, grid.index_bytes) == (90, 512 * 16 + 4)
-    assert grid.array_bytes == 90 * (512 * 4100 + 512 * 16 + 4)
+    assert grid.array_bytes == 90 * (512 * 4116 + 512 * 16 + 4)
     period = dataclasses.replace(grid, layout=Layout(layers=5, heads=3, split_kv=True))
     assert period.units == (6, 1, 2, 512)
     assert period.unit_shape == (5, 3, 1, 16, 64)
@@ -35,13 +35,13 @@ def test_places_number_the_units_in_the_order_of_the_files(layout):
 
 
 def test_bytes_of_a_read_by_hand():
-    grid = Grid(Layout(4), 2, 10, 1, 4, "float16")  # units of 64 bytes, 68 in the file
+    grid = Grid(Layout(4), 2, 10, 1, 4, "float16")  # units of 64 bytes, 84 in the file
     units = np.array([[0, 0, 0, 1], [0, 0, 0, 3], [1, 0, 0, 0]])
     where = places(grid, units)
     index = 2 * (10 * 16 + 4)
-    assert bytes_of_read(grid, where, 0) == (3 * 68, index)
-    assert bytes_of_read(grid, where, 68) == (4 * 68, index)
-    assert bytes_of_read(grid, where[:0], 68) == (0, 0)
+    assert bytes_of_read(grid, where, 0) == (3 * 84, index)
+    assert bytes_of_read(grid, where, 84) == (4 * 84, index)
+    assert bytes_of_read(grid, where[:0], 84) == (0, 0)
 
 
 @pytest.mark.parametrize(

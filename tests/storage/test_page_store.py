@@ -232,6 +232,24 @@ def test_a_new_store_on_the_same_path_sees_everything(tmp_path):
         assert_holds(match.segment, *keys_and_values(seed))
 
 
+def test_a_segment_of_the_former_version_is_a_counted_miss_and_is_stored_anew_beside(
+    store, monkeypatch
+):
+    with monkeypatch.context() as former:
+        former.setattr(manifests, "VERSION", manifests.VERSION - 1)
+        former.setattr(Layout, "namespace", lambda layout, grid: "units v1")
+        old = put(store)
+    store = PageStore.open(store.url)
+    assert store.find(IDENTITY, token_ids(), P) is None
+    assert store.stats().misses["version"] == 1
+    new = put(store)
+    assert new.key != old.key
+    assert_holds(store.find(IDENTITY, token_ids(), P).segment, *keys_and_values())
+    store.remove(old.key)
+    assert store.gc(min_age_s=0).segments == 1
+    assert [info.key for info in store.segments()] == [new.key]
+
+
 def test_settings_of_the_process_are_not_in_the_key(tmp_path):
     """Capacity and place of a store change between restarts, and what is stored stays found."""
     put(PageStore.open(tmp_path / "one"))

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from kvjax.storage.errors import SegmentError, UnitError
+from kvjax.storage.errors import ReadFailedError, SegmentError, UnitError
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_store import PageStore
+from kvjax.storage.prefetch import Prefetcher
+from kvjax.storage.tiers import Tiers
+from kvjax.storage.unit_array import read_places
+from kvjax.storage.unit_tags import folder_number
 from tests.storage.pages import (
     IDENTITY,
     LAYOUT,
@@ -118,7 +122,7 @@ def test_bytes_read_are_what_tensorstore_counts(tmp_path, layout, dim, share):
     shards = len(np.unique(chosen[:, :2], axis=0))
     assert counted.index == shards * segment.grid.index_bytes
     if dim == 64:
-        assert counted.payload == needed + 4 * len(chosen)
+        assert counted.payload == needed + (16 + 4) * len(chosen)
     else:
         assert counted.payload >= needed
 
@@ -133,8 +137,10 @@ def test_any_reader_of_zarr3_opens_the_units(segment, store):
     assert spec["attributes"]["unit_shape"] == list(segment.unit_shape)
     assert spec["attributes"]["segment"] == segment.info.key
     keys, values = keys_and_values()
-    data = array[1, 0, 4, 0].read().result().tobytes()
-    assert data == expected((1, 0, 0, 4), keys, values, LAYOUT)
+    stored = array[1, 0, 4, 0].read().result()
+    unit, tag = stored[: segment.unit_bytes // 2], stored[segment.unit_bytes // 2 :]
+    assert unit.tobytes() == expected((1, 0, 0, 4), keys, values, LAYOUT)
+    assert tag.view("<u8").tolist() == [folder_number(folder_of(store).name), (2 * 1 + 0) * N + 4]
 
 
 # Damage. Whatever is done to whichever file: a miss that says why, an error that names the unit,
@@ -278,6 +284,68 @@ def test_data_of_another_segment_in_its_place_is_noticed(store):
     assert store.stats().misses["checksum"] == 1
 
 
+def shards_of(folder):
+    return sorted(path for path in (folder / "c").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("how", ["swapped", "copied over", "of an older writing", "of a sibling"])
+def test_a_whole_shard_in_the_place_of_another_is_noticed(store, tmp_path, how):
+    """Every checksum in it holds; its units are those of another place all the same."""
+    info = put(store)
+    one, two, *_ = shards_of(folder_of(store))
+    assert one.stat().st_size == two.stat().st_size
+    if how == "swapped":
+        first, second = one.read_bytes(), two.read_bytes()
+        one.write_bytes(second)
+        two.write_bytes(first)
+    elif how == "copied over":
+        shutil.copy(two, one)
+    elif how == "of an older writing":  # of the same tokens, by a program that computed otherwise
+        older = one.read_bytes()
+        store.remove(info.key)
+        keys, values = keys_and_values(1)
+        store.put(IDENTITY, token_ids(), values, keys, layout=LAYOUT)
+        one = shards_of(folder_of(store))[0]
+        one.write_bytes(older)
+    else:
+        other = PageStore.open(tmp_path / "other")
+        put(other, 1)
+        shutil.copy(shards_of(folder_of(other))[0], one)
+    segment = store.open_segment(info.key)
+    wrong = {(0, 0)} | ({(0, 1)} if how == "swapped" else set())
+    units = all_units(segment)
+    for unit, read in zip(units, segment.read(units), strict=True):
+        if tuple(unit[:2].tolist()) in wrong:
+            with pytest.raises(UnitError, match=r"\(foreign\).* another place") as caught:
+                read.result()
+            assert caught.value.unit == tuple(unit.tolist())
+        else:
+            assert isinstance(outcome(read), bytes)
+    findings = store.verify(info.key)
+    assert [(finding.reason, finding.detail[:6]) for finding in findings] == [
+        ("foreign", f"{N} of {N}")
+    ] * len(wrong)
+    tiers = Tiers(1 << 20, segment.unit_shape, segment.grid.numpy_dtype)
+    with Prefetcher(segment.read, tiers, timeout_s=20) as prefetcher:
+        prefetcher.issue(units, demand=False)
+        for _ in range(2):
+            with pytest.raises(ReadFailedError, match="another place") as caught:
+                prefetcher.collect(prefetcher.issue(units, demand=True))
+            assert {tuple(unit[:2].tolist()) for unit in caught.value.units} == wrong
+
+
+def test_a_unit_out_of_place_is_noticed_when_it_is_read_alone(store):
+    """A batch that fails for another reason leads to the same answer, unit by unit."""
+    info = put(store)
+    one, two, three, _ = shards_of(folder_of(store))
+    shutil.copy(two, one)
+    three.unlink()
+    reads = store.open_segment(info.key).read(np.array([[0, 0, 0, 1], [0, 1, 0, 1], [1, 0, 0, 1]]))
+    assert outcome(reads[0]).reason == "foreign"
+    assert outcome(reads[1]) == expected((0, 1, 0, 1), *keys_and_values(), LAYOUT)
+    assert outcome(reads[2]).reason == "absent"
+
+
 def test_a_damaged_segment_gives_way_to_a_shorter_whole_one(store):
     short = put(store, 0, 2, tokens=token_ids(0)[: 2 * P])
     long = put(store, 0)
@@ -327,6 +395,7 @@ def test_a_segment_that_is_removed_while_it_is_open_gives_its_data_or_an_error(s
 def test_a_read_that_takes_too_long_stops_waiting(segment, monkeypatch):
     """The wait is bounded; the read itself may still end."""
     promise, future = ts.Promise.new()
+    stored = read_places(segment._array, segment.grid, np.array([0])).result()
     monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: future)
     read = segment.read(np.array([[0, 0, 0, 0]]))[0]
     assert not read.done()
@@ -334,9 +403,8 @@ def test_a_read_that_takes_too_long_stops_waiting(segment, monkeypatch):
     read.add_done_callback(called.append)
     with pytest.raises(TimeoutError):
         read.result(timeout=0.01)
-    data = np.zeros((1, segment.grid.unit_bytes // 2), np.float16)
-    promise.set_result(data)
-    assert read.result(timeout=10).shape == segment.unit_shape
+    promise.set_result(stored)
+    assert read.result(timeout=10).tobytes() == expected((0, 0, 0, 0), *keys_and_values(), LAYOUT)
     assert called == [read]
 
 
