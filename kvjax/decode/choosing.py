@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.decode.fetch import Worth, collect, issue
+from kvjax.decode.reordering import note
 from kvjax.models import ModelConfig
 from kvjax.policies import (
     Choice,
@@ -149,11 +150,13 @@ class ByTokens:
         None reads all heads' keys at once (H2O).
       chunk: tokens of a chunk.
       alpha: of IMPRESS's threshold.
+      count_uses: whether somebody counts what is chosen, to reorder it.
     """
 
     probe_heads: int | None = None
     chunk: int = 64
     alpha: float = 0.6
+    count_uses: bool = False
 
     def get(
         self,
@@ -214,6 +217,8 @@ class ByTokens:
         rows = got.both.swapaxes(2, 3).reshape(2, -1, heads, asked.page.shape[1])
         packed = rows.at[:, column * size + tokens % size].get(mode="clip")
         packed = packed.reshape(2, room, size, heads, -1).swapaxes(2, 3)
+        if self.count_uses:
+            ok &= note(prefix.handle, asked.layer, tokens)
         return Got(packed, got.ok & ok), before
 
 

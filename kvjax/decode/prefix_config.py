@@ -27,6 +27,8 @@ class PrefixConfig:
         store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
         tokens by the keys of three KV heads, if these agree; "all", as many pages as the budget
         allows, in order.
+      reorder: whether tokens are counted as they are chosen, for `PrefixCache.reorder` to pack
+        (IMPRESS); only where tokens are chosen, by "impress" or "h2o".
       bits: of low-bit keys, 2, 3 or 4.
       clip: share of a channel's range that low-bit codes cover.
       who: "head", "layer" or "period" chooses.
@@ -45,6 +47,7 @@ class PrefixConfig:
 
     budget: str = "25%"
     by: By = "low-bit"
+    reorder: bool = False
     bits: int = 3
     clip: float = 1.0
     who: Who = "head"
@@ -63,6 +66,11 @@ class PrefixConfig:
         _one_of("on_read_failure", self.on_read_failure, ("recompute", "fail"))
         if self.by == "low-bit":
             LowBitKeys(self.bits, self.clip)
+        if self.reorder and not self.by_tokens:
+            raise KvjaxError(
+                f"reorder is True and by is {self.by!r}: only tokens are reordered; choose by "
+                f"'impress' or 'h2o', or leave reorder out"
+            )
         if self.host_bytes < 0:
             raise KvjaxError(f"host_bytes is {self.host_bytes}: must be 0 or more bytes")
         if not self.timeout_s > 0:
@@ -89,7 +97,8 @@ class PrefixConfig:
     def selection(self) -> Selection:
         """How a program chooses."""
         if self.by_tokens:
-            return ByTokens(probe_heads=3 if self.by == "impress" else None)
+            probes = 3 if self.by == "impress" else None
+            return ByTokens(probe_heads=probes, count_uses=self.reorder)
         return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
 
     def layout(self, page_size: int, layers: int, heads: int) -> Layout:

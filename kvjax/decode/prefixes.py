@@ -1,5 +1,6 @@
 """Prefixes that are prefilled once, kept in a page store, and read page by page afterwards."""
 
+import contextlib
 import dataclasses
 import os
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from kvjax.decode.load_or_recompute import CostModel, measure_reads
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefix_config import PrefixConfig
+from kvjax.decode.reordering import TokenUses, find_reordered
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
@@ -88,6 +90,7 @@ class PrefixCache:
         self._sketches: dict[tuple[str, str], tuple[dict[str, jax.Array], ...]] = {}
         self._costs: dict[str, CostModel] = {}
         self._open: dict[str, Segment] = {}  # the least recently used first
+        self.uses = TokenUses()
 
     def add(
         self,
@@ -208,7 +211,8 @@ class PrefixCache:
         check_layers(model)
         began = meter.seconds
         name = identity(model, shapes.spec.dtype, self._tenant)
-        match = self.store.find(name, ids[:-1], shapes.page_size)
+        find = find_reordered if self.config.reorder else PageStore.find
+        match = find(self.store, name, ids[:-1], shapes.page_size)
         if match is None:
             return None
         segment = self._kept_open(match.segment)
@@ -231,7 +235,8 @@ class PrefixCache:
             pages_chosen=call.count,
             page_size=shapes.page_size,
             bytes_read=after.payload - before.payload,
-            bytes_used=reads.bytes_used,
+            # Chunks are read whole for tokens: what these occupy is what is attended to.
+            bytes_used=call.chosen_bytes if self.config.by_tokens else reads.bytes_used,
             bytes_scored=reads.bytes_scored,
             index_bytes=after.index - before.index,
             sketch_bytes=call.sketch_bytes,
@@ -244,6 +249,27 @@ class PrefixCache:
             seconds=meter.seconds - began,
         )
         return state, call.shapes, stats
+
+    def reorder(self) -> list[SegmentInfo]:
+        """Pack the tokens that earlier requests chose, as IMPRESS does in the background.
+
+        What was chosen is counted while `PrefixConfig.reorder` is on, by this object. Of each
+        prefix that was chosen from, a second segment is written with the tokens of every layer in
+        the order of their uses; later requests read it where they share the whole of it.
+
+        Returns:
+          What was written.
+
+        Raises:
+          SegmentError: a prefix cannot be opened.
+          UnitError: it cannot be read.
+          StoreError: the store cannot be written.
+        """
+        written = self.uses.reorder(self.store)
+        for info in written:
+            if info.key in self._open:
+                self._open.pop(info.key).close()
+        return written
 
     def sketches_of(self, segment: Segment) -> tuple[dict[str, jax.Array], ...]:
         """The configured sketch of every layer, padded to a size that programs are made for.
@@ -314,7 +340,7 @@ class PrefixCache:
         return Prefetcher(
             segment.read,
             self._tiers[form],
-            segment=segment.info.key,
+            segment=f"{segment.info.key}.{segment.info.created}",  # reordering writes a key again
             timeout_s=self.config.timeout_s,
         )
 
@@ -323,8 +349,8 @@ class PrefixCache:
             seconds = float(segment.sketches()[PREFILL_S])
             tokens_per_s = segment.info.tokens / max(seconds, 1e-6)
             self._costs[segment.info.key] = CostModel(*measure_reads(segment), tokens_per_s)
-        size = call.count * call.spec.bytes_per_page(call.shapes.page_size)
-        return self._costs[segment.info.key].loads(size, tokens=call.prefix_tokens)
+        tokens = call.prefix_tokens
+        return self._costs[segment.info.key].loads(call.chosen_bytes, tokens=tokens)
 
 
 class _Call:
@@ -342,7 +368,7 @@ class _Call:
     ) -> None:
         config, size, spec = prefixes.config, plain.page_size, plain.spec
         self.model, self.spec, self.config = model, spec, config
-        self.segment, self.pages = segment, pages
+        self.segment, self.pages, self.uses = segment, pages, prefixes.uses
         before = segment.bytes_read().sketches
         self.sketches = prefixes.sketches_of(segment)
         self.sketch_bytes = segment.bytes_read().sketches - before
@@ -356,6 +382,7 @@ class _Call:
             least=min(choice.first + choice.last, pages),
         )
         self.selection = config.selection()
+        self.chosen_bytes = self.count * spec.bytes_per_page(size)
         # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
         most = half_step(segment.info.shape[1])
         self.room = self.count if config.by_tokens else min(half_step(self.count), most)
@@ -390,7 +417,10 @@ class _Call:
         state = empty_state(self.model, self.shapes, limits, meter)
         suffix = inputs.flat_prompts([self.suffix], self.shapes)
         static = (self.model.graphdef, self.shapes, self.room, self.selection)
-        with opened(reads) as handle:
+        with contextlib.ExitStack() as during:
+            handle = during.enter_context(opened(reads))
+            if self.config.reorder:
+                during.enter_context(self.uses.counting(handle, self.segment))
             prefix = StoredPrefix(
                 self.sketches,
                 jnp.int32(self.pages),
