@@ -385,7 +385,10 @@ class _Call:
         self.chosen_bytes = self.count * spec.bytes_per_page(size)
         # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
         most = half_step(segment.info.shape[1])
-        self.room = self.count if config.by_tokens else min(half_step(self.count), most)
+        fitting = (model.config.max_context - new_tokens - len(self.suffix)) // size
+        self.room = self.count
+        if not config.by_tokens:
+            self.room = min(half_step(self.count), most, fitting)
         shapes = plan(
             model.config,
             spec,

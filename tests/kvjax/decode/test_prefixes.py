@@ -94,6 +94,15 @@ def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model
     assert stats.pages == 5
 
 
+def test_a_prompt_may_fill_the_context(tmp_path, model):
+    document = tiny.prompt(1024 - 6 - QUESTION)
+    prefixes = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by="all"))
+    prefixes.add(model, document, cache=CACHE)
+    tokens, stats = answer(model, document + tiny.prompt(QUESTION, seed=3), prefixes)
+    assert tokens == answer(model, document + tiny.prompt(QUESTION, seed=3), None)[0]
+    assert stats.pages == 126
+
+
 def test_the_last_token_is_always_computed(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids)
     whole = ids[: 12 * PAGE]
