@@ -1,5 +1,6 @@
 """Attention kernels over paged KV caches: one folder an operation, one file a backend."""
 
+from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
@@ -19,6 +20,7 @@ __all__ = [
     "Implementation",
     "check_ragged",
     "check_tables",
+    "merge_attention",
     "paged_attention",
     "ragged_paged_attention",
     "supported",

@@ -51,7 +51,8 @@ def block_span(
 
 
 def gather_heads(
-    pool: Float[Array, "N Hkv P D"], pages: Int32[Array, " pages"]
+    pool: Float[Array, "N Hkv P D"],
+    pages: Int32[Array, " pages"] | Int32[Array, "#Hkv pages"],
 ) -> Float[Array, "Hkv tokens D"]:
     """Fetch pages so that each KV head's tokens lie one after the other.
 
@@ -60,18 +61,20 @@ def gather_heads(
 
     Args:
         pool: [N, Hkv, P, D].
-        pages: int32 [pages], ids; N or more reads some page of the pool, to be hidden.
+        pages: int32 [pages], ids, or [Hkv, pages] where each KV head has its own; N or more reads
+            some page of the pool, to be hidden.
 
     Returns:
         [Hkv, pages * P, D].
     """
     count, heads, size, dim = pool.shape
-    rows = pages[None, :] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
+    pages = pages.reshape(-1, pages.shape[-1])
+    rows = pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
     # JAX 0.10 gathers bfloat16 as float32 on CPU: let XLA convert what is taken, by this very
     # gather, and not the whole pool, ahead of the loop or shared with another one's conversion.
     pool, rows = lax.optimization_barrier((pool, rows))
     taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
-    return taken.reshape(heads, pages.shape[0] * size, dim)
+    return taken.reshape(heads, pages.shape[1] * size, dim)
 
 
 def scores_of(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 from jax.typing import DTypeLike
 
-Operation = Literal["paged_attention", "ragged_paged_attention"]
+Operation = Literal["paged_attention", "ragged_paged_attention", "merge_attention"]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -55,8 +55,8 @@ def supported(
         platform: "cpu", "tpu" or "gpu"; None means where a call made now would run.
         head_dim: width of a query and of a key.
         v_head_dim: width of a value; None means `head_dim`.
-        page_size: tokens a page.
-        dtype: of the pages.
+        page_size: tokens a page, where pages are read.
+        dtype: of the pages, or of what is merged.
 
     Returns:
         The reason as a clause that completes "cannot run: ...", or None. What the shapes forbid
@@ -86,8 +86,8 @@ def choose(
     implementation: Implementation | None,
     *,
     head_dim: int,
-    v_head_dim: int,
-    page_size: int,
+    v_head_dim: int | None = None,
+    page_size: int = 16,
     dtype: DTypeLike,
 ) -> Implementation:
     """Pick the implementation, or insist on the named one.
@@ -98,9 +98,9 @@ def choose(
         op: the operation.
         implementation: the caller's choice; None picks "tpu" on a TPU that can run it, else "xla".
         head_dim: width of a query and of a key.
-        v_head_dim: width of a value.
-        page_size: tokens a page.
-        dtype: of the pages.
+        v_head_dim: width of a value; None means `head_dim`.
+        page_size: tokens a page, where pages are read.
+        dtype: of the pages, or of what is merged.
 
     Returns:
         The name of the implementation to run.
@@ -137,7 +137,7 @@ def _tpu(platform: str, head_dim: int, v_head_dim: int, page_size: int, dtype: s
     if page_size % 8:
         return f"page_size is {page_size} and the Mosaic kernel takes multiples of 8"
     if dtype not in TPU_DTYPES:
-        return f"the pages are {dtype} and the Mosaic kernel takes {_listed(TPU_DTYPES)}"
+        return f"the arrays are {dtype} and the Mosaic kernel takes {_listed(TPU_DTYPES)}"
     if platform != "tpu":
         return f"it needs a TPU and this program is for {platform}"
     return None

@@ -36,10 +36,10 @@ def check_arrays(
     Raises:
         ValueError: any rule is broken; the message names the argument.
     """
-    _float("q", q, "[T, Hq, D]")
-    _float("k_pages", k_pages, "[N, Hkv, P, D]")
-    _float("v_pages", v_pages, "[N, Hkv, P, Dv]")
-    _int32("block_tables", block_tables, "[B, M]")
+    check_float("q", q, "[T, Hq, D]")
+    check_float("k_pages", k_pages, "[N, Hkv, P, D]")
+    check_float("v_pages", v_pages, "[N, Hkv, P, Dv]")
+    check_int32("block_tables", block_tables, "[B, M]")
     for name, array in (
         ("q", q),
         ("k_pages", k_pages),
@@ -54,7 +54,7 @@ def check_arrays(
         if rows is None:
             continue
         wanted = batch + 1 if name == "cu_q_lengths" else batch
-        _int32(name, rows, "[B + 1]" if name == "cu_q_lengths" else "[B]")
+        check_int32(name, rows, "[B + 1]" if name == "cu_q_lengths" else "[B]")
         if rows.shape != (wanted,):
             raise ValueError(
                 f"{name} has shape {rows.shape}; block_tables has {batch} rows, so it must be "
@@ -130,16 +130,16 @@ def check_options(
     Raises:
         ValueError: any rule is broken; the message names the argument.
     """
-    scale = head_dim**-0.5 if scale is None else _positive("scale", scale)
+    scale = head_dim**-0.5 if scale is None else check_positive("scale", scale)
     if soft_cap is not None:
-        _positive("soft_cap", soft_cap)
+        check_positive("soft_cap", soft_cap)
     if window is not None:
-        _at_least("window", window, 1, "; pass None for no window")
-    _at_least("sink_tokens", sink_tokens, 0, "")
+        check_at_least("window", window, 1, "; pass None for no window")
+    check_at_least("sink_tokens", sink_tokens, 0, "")
     if not isinstance(page_stats, bool):
         raise ValueError(f"page_stats is {page_stats!r}; it must be True or False")
     if sink_logits is not None:
-        _float("sink_logits", sink_logits, "[Hq]")
+        check_float("sink_logits", sink_logits, "[Hq]")
         if sink_logits.shape != (num_heads,):
             raise ValueError(
                 f"sink_logits has shape {sink_logits.shape}; q has {num_heads} heads, so it must "
@@ -166,8 +166,8 @@ def check_tables(
         ValueError: an invariant is broken; the message names the first row that breaks it. Also
             under jit, where there are no values to look at.
     """
-    tables = _concrete("block_tables", block_tables, rank=2)
-    tokens = _concrete("lengths", lengths, rank=1)
+    tables = concrete("block_tables", block_tables, rank=2)
+    tokens = concrete("lengths", lengths, rank=1)
     batch, width = tables.shape
     if tokens.shape != (batch,):
         raise ValueError(f"lengths has shape {tokens.shape}; it must be ({batch},)")
@@ -211,8 +211,8 @@ def check_ragged(
         ValueError: an invariant is broken; the message names the first row that breaks it. Also
             under jit, where there are no values to look at.
     """
-    tokens = _concrete("kv_lengths", kv_lengths, rank=1)
-    starts = _concrete("cu_q_lengths", cu_q_lengths, rank=1)
+    tokens = concrete("kv_lengths", kv_lengths, rank=1)
+    starts = concrete("cu_q_lengths", cu_q_lengths, rank=1)
     if starts.shape != (tokens.size + 1,):
         raise ValueError(
             f"cu_q_lengths has shape {starts.shape}; kv_lengths has {tokens.size} entries, so it "
@@ -242,26 +242,58 @@ def check_ragged(
         )
 
 
-def _ranked(name: str, array: Any, axes: str) -> None:
+def check_parts(out: Float[Array, "n *rows D"], lse: Float[Array, "n *rows"]) -> None:
+    """Check ranks, dtypes and shapes of a merge.
+
+    Args:
+        out: [n, ..., D], float32, bfloat16 or float16.
+        lse: float32 [n, ...], the axes of `out` without the last.
+
+    Raises:
+        ValueError: any rule is broken; the message names the argument.
+    """
+    for name, array, kinds in (("out", out, FLOATS), ("lse", lse, FLOATS[:1])):
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(
+                f"{name} is a {type(array).__name__}; it must be one array of all parts: stack them"
+            )
+        if jnp.dtype(array.dtype).name not in kinds:
+            raise ValueError(f"{name} is {array.dtype}; it must be {' or '.join(kinds)}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; every axis needs at least one entry")
+    if len(out.shape) < 2:
+        raise ValueError(f"out has shape {out.shape}; it must be [n, ..., D]")
+    if lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"lse has shape {lse.shape} and out {out.shape}; it must be out's without the last "
+            f"axis, {out.shape[:-1]}"
+        )
+
+
+def check_rank(name: str, array: Any, axes: str) -> None:
+    """Check that something is an array of as many axes as `axes`, such as "[B, M]", names."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ValueError(f"{name} is a {type(array).__name__}; it must be an array {axes}")
     if len(array.shape) != axes.count(",") + 1:
         raise ValueError(f"{name} has shape {array.shape}; it must be {axes}")
 
 
-def _float(name: str, array: Any, axes: str) -> None:
-    _ranked(name, array, axes)
+def check_float(name: str, array: Any, axes: str) -> None:
+    """Check an array's rank, and that its dtype is one of `FLOATS`."""
+    check_rank(name, array, axes)
     if jnp.dtype(array.dtype).name not in FLOATS:
         raise ValueError(f"{name} is {array.dtype}; it must be one of {', '.join(FLOATS)}")
 
 
-def _int32(name: str, array: Any, axes: str) -> None:
-    _ranked(name, array, axes)
+def check_int32(name: str, array: Any, axes: str) -> None:
+    """Check an array's rank, and that its dtype is int32."""
+    check_rank(name, array, axes)
     if array.dtype != np.int32:
         raise ValueError(f"{name} is {array.dtype}; it must be int32: use {name}.astype('int32')")
 
 
-def _positive(name: str, value: float) -> float:
+def check_positive(name: str, value: float) -> float:
+    """Check that a value is a finite Python number above 0, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} is {value!r}; it must be a Python number above 0")
     if not (math.isfinite(value) and value > 0):
@@ -269,7 +301,8 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _at_least(name: str, value: int, least: int, hint: str) -> None:
+def check_at_least(name: str, value: int, least: int, hint: str) -> None:
+    """Check that a value is a Python integer from `least` on that fits an int32."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or not least <= value <= MAX_INT32:
         raise ValueError(
@@ -277,7 +310,8 @@ def _at_least(name: str, value: int, least: int, hint: str) -> None:
         )
 
 
-def _concrete(name: str, value: ArrayLike, rank: int) -> np.ndarray:
+def concrete(name: str, value: ArrayLike, rank: int) -> np.ndarray:
+    """Take an int32 array's values; refuse one that is traced or of another rank or dtype."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} is traced and has no values; check it before calling jit")
     array = np.asarray(value)

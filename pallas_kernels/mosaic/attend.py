@@ -71,23 +71,6 @@ def attend_work(
     return AttentionOutput(out, lse, page_max, page_sum)
 
 
-def add_sink(result: AttentionOutput, sink_logits: Float[Array, "Hq"]) -> AttentionOutput:
-    """Let one logit a head, without a value, join a softmax that is already normalized.
-
-    Args:
-        result: attention without sinks, `out` in float32.
-        sink_logits: [Hq].
-
-    Returns:
-        The same with the sink in the denominator, and in `lse`.
-    """
-    sinks = jnp.broadcast_to(sink_logits.astype(jnp.float32)[None, :], result.lse.shape)
-    joined = jnp.logaddexp(result.lse, sinks)
-    # A row that saw nothing is 0 whatever the sink: even -inf, whose difference would be NaN.
-    share = jnp.where(jnp.isneginf(result.lse), 0.0, jnp.exp(result.lse - joined))
-    return result._replace(out=result.out * share[..., None], lse=joined)
-
-
 def _to_rows(q: Float[Array, "T Hq D"], kv_heads: int, tiles: Tiles) -> Float[Array, "Hkv rows D"]:
     """Lay queries out as the kernel reads them."""
     num_queries, heads, width = q.shape

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from kvjax.pallas_kernels.mosaic.attend import add_sink, attend_work
+from kvjax.pallas_kernels.merge_attention.xla import add_sink
+from kvjax.pallas_kernels.mosaic.attend import attend_work
 from kvjax.pallas_kernels.mosaic.block import Masking
 from kvjax.pallas_kernels.mosaic.tiles import choose_tiles
 from kvjax.pallas_kernels.mosaic.work import decode_work, rows_per_kernel

@@ -10,7 +10,8 @@ from kvjax.pallas_kernels.support import choose
 from tests.pallas_kernels.conformance import API, Case, build
 
 ORDINARY = {"head_dim": 128, "v_head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
-both = pytest.mark.parametrize("op", OPERATIONS)
+every = pytest.mark.parametrize("op", OPERATIONS)
+both = pytest.mark.parametrize("op", API)  # the two that share a test body
 
 
 def on(platform):
@@ -20,14 +21,14 @@ def on(platform):
     return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-@both
+@every
 def test_reference_and_xla_run_everywhere(op):
     for platform in ("cpu", "tpu", "gpu"):
         for name in ("reference", "xla"):
             assert supported(op, name, platform=platform, head_dim=24, page_size=12) is None
 
 
-@both
+@every
 @pytest.mark.parametrize(
     ("implementation", "platform", "shape", "reason"),
     [
@@ -36,7 +37,7 @@ def test_reference_and_xla_run_everywhere(op):
         ("tpu", "tpu", {"head_dim": 96}, "head_dim is 96 and"),
         ("tpu", "tpu", {"v_head_dim": 96}, "the values' head_dim is 96 and"),
         ("tpu", "tpu", {"page_size": 12}, "page_size is 12 and"),
-        ("tpu", "tpu", {"dtype": jnp.float16}, "the pages are float16 and"),
+        ("tpu", "tpu", {"dtype": jnp.float16}, "the arrays are float16 and"),
         ("gpu", "cpu", {}, "it needs an NVIDIA GPU and this program is for cpu"),
         ("gpu", "gpu", {"head_dim": 512}, "head_dim is 512 and .* takes at most 256"),
         ("gpu", "gpu", {"v_head_dim": 512}, "the values' head_dim is 512 and"),
@@ -48,7 +49,7 @@ def test_reasons(op, implementation, platform, shape, reason):
     assert re.match(reason, said)
 
 
-@both
+@every
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -58,7 +59,7 @@ def test_kernels_take_the_usual_shapes(op, head_dim, page_size, dtype):
         assert supported(op, implementation, platform=implementation, **shape) is None
 
 
-@both
+@every
 def test_a_tpu_gets_its_kernel_and_a_gpu_gets_xla(op):
     assert choose(op, None, **ORDINARY) == "xla"
     with on("tpu"):

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.pallas_kernels.mosaic.layout import pool_format
@@ -20,17 +19,6 @@ SHAPES = ((32, 8, 128), (9, 3, 64), (16, 8, 256), (32, 32, 80))
 BATCH, WIDTH, CHUNK = 8, 256, 256
 PLAIN = {"window": None, "sink_tokens": 0, "soft_cap": None, "page_stats": False}
 EVERYTHING = {"window": 1024, "sink_tokens": 4, "soft_cap": 50.0, "page_stats": True}
-
-
-@pytest.fixture(scope="module")
-def device():
-    """A function from a topology's name to one of its devices."""
-    pytest.importorskip("libtpu", reason="no libtpu: `pip install libtpu` compiles without a TPU")
-    with pytest.MonkeyPatch.context() as patch:
-        # Read once, when the library is loaded: ask no metadata server, share with other workers.
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        yield lambda name: topologies.get_topology_desc(name, platform="tpu").devices[0]
 
 
 class Arguments:

@@ -23,12 +23,12 @@ from tests.pallas_kernels.conformance import (
     batch_and_answer,
     check,
 )
+from tests.pallas_kernels.races import WATCHED, assert_no_race
 
 KERNELS = {
     "paged_attention": paged_attention_tpu,
     "ragged_paged_attention": ragged_paged_attention_tpu,
 }
-WATCHED = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
 RACING = (
     ("paged_attention", Case(long=True, kv_heads=1, group=2, window=150, sink_tokens=40)),
     ("paged_attention", Case(long=True, kv_heads=2, group=1, dtype="bfloat16", page_stats=True)),
@@ -80,17 +80,6 @@ def run(op, case, interpret=WATCHED):
     result = jax.jit(function, compiler_options=quick)(**arrays, **traced)
     jax.block_until_ready(result)
     assert_close(result, wanted, TOLERANCE[case.dtype], case.page_stats)
-
-
-def assert_no_race(capfd, function):
-    """Fail on a race: newer JAX raises on one, older JAX only prints it."""
-    try:
-        function()
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-    captured = capfd.readouterr()
-    assert "RACE DETECTED" not in captured.out + captured.err
-    assert "non-zero count" not in captured.out + captured.err  # a copy nobody waited for
 
 
 @pytest.mark.parametrize(("op", "case"), RACING, ids=lambda value: getattr(value, "name", value))
