@@ -2,15 +2,19 @@
 
 `issue` asks for units and returns at once. Demanded units are about to be used; speculative ones
 are a guess, and a guess may be dropped, fail, or never return without changing what `collect`
-gives. Every unit read is accounted for.
+gives. Every unit read is accounted for. A guess that was wrong stays in host memory while that has
+room, for the next request.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -251,7 +255,6 @@ class Prefetcher:
 
     def _await(self, asked: _Ticket, deadline: float, out: np.ndarray) -> None:
         """Fills the places of `out` that no tier had."""
-        shape, dtype = self._tiers.unit_shape, self._tiers.dtype
         pending: Sequence[int] = range(len(asked.flights))
         retried: set[int] = set()
         trust_s = self._timeout_s * _SHARE_FOR_SPECULATION
@@ -261,12 +264,12 @@ class Prefetcher:
             for index, brought in zip(
                 pending, self._queue.wait(flights, deadline, trust_s), strict=True
             ):
-                fits = isinstance(brought, np.ndarray) and brought.shape == shape
-                if fits and brought.dtype == dtype:
+                if self._fits(brought):
                     out[asked.misses[index]] = brought
                     continue
                 if not isinstance(brought, BaseException):
-                    found, wanted = np.asarray(brought), f"{dtype}{list(shape)}"
+                    wanted = f"{self._tiers.dtype}{list(self._tiers.unit_shape)}"
+                    found = np.asarray(brought)
                     brought = ValueError(f"read: {found.dtype}{list(found.shape)}, not {wanted}")
                 lost.append(index)
                 errors.append(brought)
@@ -288,7 +291,16 @@ class Prefetcher:
 
     def _let_go(self, asked: _Ticket) -> None:
         self._tiers.unpin([asked.ids[place] for place in asked.hits])
-        self._queue.release(asked.flights, demand=asked.demand)
+        for unit, future in self._queue.release(asked.flights, demand=asked.demand):
+            if future.done():  # what is still under way may come back to nobody
+                with contextlib.suppress(Exception, asyncio.CancelledError):  # nobody needed it
+                    if self._fits(unused := future.result(0)):
+                        self._tiers.keep(unit, unused)
+
+    def _fits(self, brought: Any) -> bool:
+        """Whether a read brought a unit."""
+        fits = isinstance(brought, np.ndarray) and brought.shape == self._tiers.unit_shape
+        return bool(fits and brought.dtype == self._tiers.dtype)
 
     def _take_counts(self, *, reset: bool) -> ReadCounts:
         read = self._queue.take_counts(reset=reset)

@@ -21,7 +21,7 @@ class ReadCounts:
     shared: int = 0  # from a read that had served another ticket before
     issued: int = 0  # reads started
     batches: int = 0  # calls of `read`
-    wasted: int = 0  # speculative reads that nobody used
+    wasted: int = 0  # speculative reads that nobody used; kept for later where there is room
     abandoned: int = 0  # demanded reads that nobody used: cancelled, or a neighbour failed
     failed: int = 0  # reads that raised, or were given up as late
     retried: int = 0  # demanded again after that

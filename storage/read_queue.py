@@ -165,15 +165,20 @@ class ReadQueue:
             self._counts["shared"] += shared
             self._release(flights, guess=False)
 
-    def release(self, flights: Sequence[Flight], *, demand: bool) -> None:
+    def release(
+        self, flights: Sequence[Flight], *, demand: bool
+    ) -> list[tuple[UnitId, ReadFuture]]:
         """Gives flights back unused. Queued reads that nobody else asked for are not started.
 
         Args:
           flights: what `join` gave.
           demand: as it was given to `join`.
+
+        Returns:
+          The reads that were started and that nobody will use any more.
         """
         with self._lock:
-            self._release(flights, guess=not demand)
+            return self._release(flights, guess=not demand)
 
     def close(self, timeout_s: float) -> bool:
         """Ends the threads. Reads under way are left alone, queued ones are not started.
@@ -224,29 +229,40 @@ class ReadQueue:
             self._threads.submit(batch)
         return flights
 
-    def _release(self, flights: Sequence[Flight], *, guess: bool) -> None:
+    def _release(
+        self, flights: Sequence[Flight], *, guess: bool
+    ) -> list[tuple[UnitId, ReadFuture]]:
+        unused = []
         for flight in flights:
             flight.tickets -= 1
             flight.guesses -= guess
             # What was taken is kept for nobody who only guessed that it might be.
             if not flight.tickets or (flight.outcome and flight.tickets == flight.guesses):
-                self._retire(flight)
+                future = self._retire(flight)
+                if future is not None:
+                    unused.append((flight.unit, future))
+        return unused
 
-    def _retire(self, flight: Flight) -> None:
+    def _retire(self, flight: Flight) -> ReadFuture | None:
+        """Nobody will collect a flight; gives its read, if that was for nothing."""
         if flight.retired:
-            return
+            return None
         flight.retired = True
         if self._flights.get(flight.unit) is flight:
             del self._flights[flight.unit]
         if not flight.started:
             flight.batch = None
             self._held -= self._unit_bytes if flight.speculative else 0
-            return
+            return None
+        unused = None
         if flight.outcome is None:
-            self._end(flight, "failed" if flight.broken else "unused")
+            broken = flight.broken
+            self._end(flight, "failed" if broken else "unused")
+            unused = None if broken else flight.future
         flight.future = None
         if flight.speculative and flight.batch is not None and flight.batch.finished:
             self._held -= self._unit_bytes
+        return unused
 
     def _end(self, flight: Flight, outcome: Literal["used", "failed", "unused"]) -> None:
         """Counts what became of a started read, once."""

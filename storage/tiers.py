@@ -6,6 +6,7 @@ copied: no caller sees one, and a unit that is pinned neither moves nor leaves.
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -204,6 +205,23 @@ class Tiers:
                     self._counts["refused"] += not kept
                 else:
                     self._rerank(unit)
+
+    def keep(self, unit: UnitId, data: np.ndarray) -> None:
+        """Keeps a unit that was read and not used, where host memory has room to spare.
+
+        Everything outranks it until a request takes it or attends to it.
+
+        Args:
+          unit: the unit.
+          data: [*unit_shape] of the units' dtype; it is copied.
+        """
+        with self._lock:
+            if not self._host.free or self._tier_of(unit) is not None:
+                return
+            slot = self._host.free.pop()
+            self._arena[slot] = self._bytes_of(np.ascontiguousarray(data)[None])[0]
+            self._host.slots[unit] = slot
+            self._host.ranking.set(unit, (-math.inf, next(self._stamps)))
 
     def touch(
         self, units: Sequence[UnitId], mass: np.ndarray, important: np.ndarray | None = None

@@ -22,12 +22,11 @@ class UnitRead:
         self._row = row
 
     def done(self) -> bool:
-        """Whether the batch it was started in has ended.
+        """Whether `result` returns or raises at once.
 
-        `result` then returns or raises at once, unless that batch failed: it then reads the unit
-        on its own.
+        A unit whose batch failed is read again when `result` first asks for it.
         """
-        return self._group.done()
+        return self._group.done(self._row)
 
     def result(self, timeout: float | None = None) -> np.ndarray:
         """The unit [layers, heads, keys and values, tokens, head_dim].
@@ -82,9 +81,13 @@ class UnitGroup:
         self._again: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    def done(self) -> bool:
-        """Whether the read has ended."""
-        return bool(self._future.done())
+    def done(self, row: int) -> bool:
+        """Whether unit number `row` is there, or known not to come."""
+        if not self._future.done():
+            return False
+        if self._failed or self._future.exception() is not None:
+            return row in self._again and bool(self._again[row].done())
+        return True
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Calls back once, in any thread, when the read has ended."""

@@ -437,7 +437,8 @@ def test_the_second_read_of_a_unit_is_waited_for_no_longer_than_the_first_left(
     with pytest.raises(UnitError, match=r"page 0.*checksum"):  # read again once, not for each wait
         read.result(timeout=0.1)
     assert futures == []
-    assert other.done()
+    assert read.done()
+    assert not other.done()  # nobody has asked for it since
 
 
 def test_opening_and_closing_leaves_no_file_open(store):
