@@ -39,6 +39,10 @@ class SegmentTooLargeError(ValueError):
     """One segment needs more bytes than the whole store may have."""
 
 
+class UnknownKeyError(ValueError):
+    """The first digits of a key belong to no stored segment, or to several."""
+
+
 class StoreFullError(OSError):
     """Everything that could be evicted is in use, so there is no room for another segment."""
 

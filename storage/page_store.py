@@ -29,6 +29,7 @@ from kvjax.storage.errors import (
     Reason,
     SegmentError,
     SegmentTooLargeError,
+    UnknownKeyError,
 )
 from kvjax.storage.eviction import victims
 from kvjax.storage.keys import Identity, token_array
@@ -237,6 +238,30 @@ class PageStore:
             except SegmentError as miss:
                 self._misses[miss.reason] += 1
                 raise
+
+    def full_key(self, digits: str) -> str:
+        """The key that starts with these digits, of a segment that may be damaged.
+
+        Args:
+          digits: the key, or enough of it to tell it from the others.
+
+        Raises:
+          UnknownKeyError: no key starts so, or several do.
+          StoreError: manifests cannot be listed.
+        """
+        keys = [key for key in self._catalog.names() if digits and key.startswith(digits)]
+        if not keys:
+            raise UnknownKeyError(
+                f"no stored prefix has a key that starts with {digits!r}: `kvjax store ls` lists "
+                "them"
+            )
+        if len(keys) > 1:
+            some = ", ".join(key[: len(digits) + 6] for key in keys[:3])
+            raise UnknownKeyError(
+                f"{len(keys)} stored prefixes have a key that starts with {digits!r}, such as "
+                f"{some}: give more digits"
+            )
+        return keys[0]
 
     def segments(self) -> list[SegmentInfo]:
         """What is stored, most recently used first.

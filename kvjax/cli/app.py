@@ -13,9 +13,20 @@ from kvjax.cli import demo, generate, info, prefix, pull, score, store
 from kvjax.cli.console import say_error, warnings_as_lines
 from kvjax.cli.wording import of_options
 from kvjax.errors import KvjaxError
-from kvjax.storage.errors import NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError
+from kvjax.storage.errors import (
+    NotAStoreError,
+    ReadOnlyStoreError,
+    SegmentTooLargeError,
+    UnknownKeyError,
+)
 
-BAD_INPUT = (KvjaxError, NotAStoreError, ReadOnlyStoreError, SegmentTooLargeError)
+BAD_INPUT = (
+    KvjaxError,
+    NotAStoreError,
+    ReadOnlyStoreError,
+    SegmentTooLargeError,
+    UnknownKeyError,
+)
 """What is raised for what the user gave; the store, a pillar, has names of its own for it."""
 
 EXIT_BAD_INPUT = 2

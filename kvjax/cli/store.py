@@ -12,7 +12,6 @@ from rich.console import Console
 from kvjax.cli import options
 from kvjax.cli.console import note, size_of
 from kvjax.cli.stored import StoreUrl, store_url
-from kvjax.errors import KvjaxError
 from kvjax.storage.page_store import GC_AGE_S, PageStore
 from kvjax.storage.segment import SegmentInfo
 
@@ -71,7 +70,7 @@ def verify(
     Example: kvjax store verify
     """
     opened = PageStore.open(store_url(store, cache_dir), read_only=True)
-    findings = opened.verify(None if key is None else full_key(opened, key))
+    findings = opened.verify(None if key is None else opened.full_key(key))
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
@@ -115,7 +114,7 @@ def rm(
     Example: kvjax store rm 3f2a91
     """
     opened = PageStore.open(store_url(store, cache_dir))
-    whole = full_key(opened, key)
+    whole = opened.full_key(key)
     freed = opened.remove(whole)
     print(json.dumps({"key": whole, "bytes": freed}) if as_json else f"{size_of(freed)} freed")
 
@@ -147,20 +146,6 @@ def stats(
     for row in rows:
         grid.add_row(*row)
     Console(highlight=False).print(grid)
-
-
-def full_key(store: PageStore, key: str) -> str:
-    """The key that starts with these digits.
-
-    Raises:
-      KvjaxError: none does, or several do.
-    """
-    keys = [info.key for info in store.segments() if info.key.startswith(key)]
-    if len(keys) != 1:
-        raise KvjaxError(
-            f"key {key!r} names {len(keys)} stored prefixes: `kvjax store ls` lists them"
-        )
-    return keys[0]
 
 
 def _as_dict(info: SegmentInfo) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def after_prefix(
       chat: whether the document was stored as the beginning of a chat's first turn.
 
     Raises:
-      KvjaxError: nothing is stored under this key, or the model cannot tokenize or has no chat
-        template.
+      UnknownKeyError: no stored document has such a key, or several have.
+      KvjaxError: the model cannot tokenize or has no chat template.
     """
     if model.tokenizer is None:
         raise KvjaxError(f"{model.name} came without a tokenizer: it cannot be asked in words")

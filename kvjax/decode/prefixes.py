@@ -169,15 +169,10 @@ class PrefixCache:
           key: of the segment, or enough of its first digits to tell it from the others.
 
         Raises:
-          KvjaxError: no stored prefix has such a key, or several have.
+          UnknownKeyError: no stored prefix has such a key, or several have.
           SegmentError: it cannot be used.
         """
-        keys = [info.key for info in self.store.segments() if info.key.startswith(key)]
-        if len(keys) != 1:
-            raise KvjaxError(
-                f"prefix {key!r} names {len(keys)} stored prefixes: `kvjax store ls` lists them"
-            )
-        with self.store.open_segment(keys[0]) as segment:
+        with self.store.open_segment(self.store.full_key(key)) as segment:
             return [*segment.tokens.tolist(), *segment.sketches()[TAIL].tolist()]
 
     def prefill(

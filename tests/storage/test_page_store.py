@@ -11,7 +11,13 @@ import pytest
 
 from kvjax.storage import catalog, prefix_index
 from kvjax.storage import manifest as manifests
-from kvjax.storage.errors import NotAStoreError, ReadOnlyStoreError, SegmentError, StoreError
+from kvjax.storage.errors import (
+    NotAStoreError,
+    ReadOnlyStoreError,
+    SegmentError,
+    StoreError,
+    UnknownKeyError,
+)
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_store import PageStore
@@ -396,6 +402,22 @@ def test_wrong_arguments_of_put_are_named_and_nothing_is_written(store):
     assert files_of(store._blobs.folder) == ["store.json"]
     with pytest.raises(ValueError, match=r"Layout\.layers is 0"):
         Layout(layers=0)
+
+
+def test_a_key_is_told_by_its_first_digits(store):
+    with pytest.raises(UnknownKeyError, match="no stored prefix has a key that starts with '5'"):
+        store.full_key("5")
+    keys = [put(store, seed).key for seed in range(17)]  # more than there are digits
+    first = next(key[0] for key in keys if sum(other[0] == key[0] for other in keys) > 1)
+    for key in keys:
+        assert store.full_key(key) == store.full_key(key[:9]) == key
+    with pytest.raises(UnknownKeyError, match=rf"prefixes have .* '{first}', such as .*more"):
+        store.full_key(first)
+    for none in ("", keys[0] + "0", keys[0].upper() + "G", "../"):
+        with pytest.raises(UnknownKeyError, match="no stored prefix"):
+            store.full_key(none)
+    (store._blobs.folder / "segments" / f"{keys[0]}.json").write_text("{")
+    assert store.full_key(keys[0][:9]) == keys[0]  # or it could not be removed
 
 
 def test_removing_what_is_not_there_says_so(store):

@@ -94,14 +94,14 @@ def test_a_prefix_is_removed_by_its_first_digits(run, key):
     assert json.loads(whole(run("store", "ls", "--json"))) == []
     gone = run("store", "rm", key[:8])
     assert gone.exit_code == 2
-    assert "names 0 stored prefixes: `kvjax store ls` lists them" in gone.stderr
+    assert f"starts with {key[:8]!r}: `kvjax store ls` lists them" in gone.stderr
 
 
 def test_bad_options_are_one_line(run, folder):
     for arguments, said in (
         (["generate", "abc", "--budget", "0%"], "budget is '0%'"),
         (["generate", "abc", "--select-by", "luck"], "by is 'luck'"),
-        (["generate", "abc", "--prefix", "0000"], "names 0 stored prefixes"),
+        (["generate", "abc", "--prefix", "0000"], "no stored prefix has a key"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, result.output

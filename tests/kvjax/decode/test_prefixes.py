@@ -9,6 +9,7 @@ import kvjax
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
 from kvjax.errors import KvjaxError
+from kvjax.storage.errors import UnknownKeyError
 from tests.kvjax.decode import tiny
 
 PAGE = 8
@@ -177,7 +178,7 @@ def test_the_tokens_after_the_last_page_are_kept(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids)
     key = prefixes.store.segments()[0].key
     assert prefixes.tokens(key[:8]) == ids[:DOCUMENT]
-    with pytest.raises(KvjaxError, match=r"prefix 'ff.*names 0 stored prefixes"):
+    with pytest.raises(UnknownKeyError, match="no stored prefix has a key that starts with 'ff"):
         prefixes.tokens("ff" * 32)
 
 
