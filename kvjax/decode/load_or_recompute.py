@@ -55,7 +55,7 @@ class CostModel:
         return self.load_s(size) < self.recompute_s(tokens)
 
 
-def measure_reads(segment: Segment) -> tuple[float, float]:
+def measure_reads(segment: Segment, timeout_s: float) -> tuple[float, float]:
     """t0 and beta of a segment's store, from one read of one unit and one of many.
 
     The units lie apart, so that one read does not warm the other's. What the operating system
@@ -63,12 +63,14 @@ def measure_reads(segment: Segment) -> tuple[float, float]:
 
     Args:
       segment: open for reading; of at least two units.
+      timeout_s: the longest that both reads may take, in seconds.
 
     Returns:
       Seconds, and bytes a second.
 
     Raises:
       UnitError: a unit cannot be read.
+      TimeoutError: a unit is not there in time.
     """
     layers, heads, _, pages = segment.grid.units
     names = np.array(
@@ -76,15 +78,16 @@ def measure_reads(segment: Segment) -> tuple[float, float]:
     )
     names = np.unique(names, axis=0)
     few, many = names[:1], names[1:]
-    first = _seconds(segment, few)
-    rest = _seconds(segment, many)
+    deadline = time.monotonic() + timeout_s
+    first = _seconds(segment, few, deadline)
+    rest = _seconds(segment, many, deadline)
     extra = max(len(many) - len(few), 1) * segment.unit_bytes
     rate = extra / max(rest - first, 1e-6)
     return max(first - len(few) * segment.unit_bytes / rate, 0.0), rate
 
 
-def _seconds(segment: Segment, units: np.ndarray) -> float:
+def _seconds(segment: Segment, units: np.ndarray, deadline: float) -> float:
     began = time.perf_counter()
     for read in segment.read(units):
-        read.result()
+        read.result(max(0.0, deadline - time.monotonic()))
     return time.perf_counter() - began

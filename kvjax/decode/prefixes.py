@@ -28,6 +28,7 @@ from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.errors import KvjaxError
 from kvjax.model import Model, kv_spec
+from kvjax.storage.errors import UnitError
 from kvjax.storage.page_store import PageStore
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
 from kvjax.storage.prefetch import Prefetcher
@@ -343,7 +344,11 @@ class PrefixCache:
         if segment.info.key not in self._costs:
             seconds = float(segment.sketches()[PREFILL_S])
             tokens_per_s = segment.info.tokens / max(seconds, 1e-6)
-            self._costs[segment.info.key] = CostModel(*measure_reads(segment), tokens_per_s)
+            try:
+                rates = measure_reads(segment, self.config.timeout_s)
+            except (UnitError, TimeoutError):  # as when the pages chosen cannot be read
+                return self.config.on_read_failure == "fail"  # and their read says why
+            self._costs[segment.info.key] = CostModel(*rates, tokens_per_s)
         tokens = call.prefix_tokens
         return self._costs[segment.info.key].loads(call.chosen_bytes, tokens=tokens)
 

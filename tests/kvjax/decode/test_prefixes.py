@@ -1,9 +1,11 @@
 """Stored prefixes end to end: a small model, a real store in a folder, restarts and damage."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 import kvjax
 from kvjax.config import CacheConfig
@@ -130,9 +132,12 @@ def shards(folder):
     return found
 
 
+@pytest.mark.parametrize("load_policy", ["load", "auto"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
-def test_damaged_pages_are_recomputed_never_attended_to(tmp_path, model, ids, plain, damage):
-    prefixes = stored(tmp_path, model, ids)
+def test_damaged_pages_are_recomputed_never_attended_to(
+    tmp_path, model, ids, plain, damage, load_policy
+):
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, load_policy=load_policy))
     for path in shards(tmp_path):
         content = bytearray(path.read_bytes())
         if damage == "flipped":
@@ -147,8 +152,10 @@ def test_damaged_pages_are_recomputed_never_attended_to(tmp_path, model, ids, pl
     assert stats is None
 
 
-def test_a_failed_read_can_be_an_error(tmp_path, model, ids):
-    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, on_read_failure="fail"))
+@pytest.mark.parametrize("load_policy", ["load", "auto"])
+def test_a_failed_read_can_be_an_error(tmp_path, model, ids, load_policy):
+    config = dataclasses.replace(LOAD, on_read_failure="fail", load_policy=load_policy)
+    prefixes = stored(tmp_path, model, ids, config)
     for path in shards(tmp_path):
         path.write_bytes(b"")
     with pytest.raises(KvjaxError, match="could not be read"):
@@ -186,12 +193,27 @@ def test_recompute_is_chosen_where_reading_is_slower(tmp_path, model, ids, plain
     from kvjax.decode import prefixes as module
 
     prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, load_policy="auto"))
-    monkeypatch.setattr(module, "measure_reads", lambda segment: (1e9, 1.0))
+    monkeypatch.setattr(module, "measure_reads", lambda *_: (1e9, 1.0))
     tokens, stats = answer(model, ids, prefixes)
     assert stats is None
     assert tokens == plain
     always = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, load_policy="recompute"))
     assert answer(model, ids, always)[1] is None
+
+
+def test_a_store_that_does_not_answer_is_measured_no_longer_than_a_read_may_take(
+    tmp_path, model, ids, plain, monkeypatch
+):
+    """Weighing reading against prefill reads too."""
+    config = dataclasses.replace(LOAD, load_policy="auto", timeout_s=0.5)
+    prefixes = stored(tmp_path, model, ids, config)
+    promise, future = ts.Promise.new()
+    monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: future)
+    began = time.monotonic()
+    tokens, stats = answer(model, ids, prefixes)
+    assert (tokens, stats) == (plain, None)
+    assert time.monotonic() - began < 60  # prefill may compile
+    promise.set_exception(OSError("late"))
 
 
 def test_a_sketch_that_was_not_stored_is_named(tmp_path, model, ids):
