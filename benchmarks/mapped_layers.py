@@ -1,13 +1,18 @@
 """The baseline that maps whole layers from a file, as FlexGen keeps tensors on disk."""
 
+import contextlib
 import dataclasses
 import itertools
+import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvjax.decode import PrefixCache
+from kvjax.decode.memory import Reading
+from kvjax.model import Model
 from kvjax.storage.prefetch import ReadCounts
 from kvjax.storage.segment import Segment
 
@@ -21,7 +26,9 @@ class MappedReader:
         if not path.exists():
             units = np.array(list(np.ndindex(layers, heads, kinds, pages)), np.int32)
             whole = np.stack([read.result() for read in segment.read(units)])
-            whole.view(np.uint8).tofile(path)
+            with open(path, "wb") as file:
+                file.write(whole.view(np.uint8).data)
+                os.fsync(file.fileno())  # only what is on the disk can be dropped from memory
         self._map = np.memmap(path, np.uint8, "r").view(segment.grid.numpy_dtype)
         self._map = self._map.reshape(self._shape)
         self._tickets: dict[int, np.ndarray] = {}
@@ -59,9 +66,11 @@ class MappedReader:
 class MappedPrefixes(PrefixCache):
     """Stored prefixes that are read through a mapped file beside the store."""
 
-    def _reader(self, segment: Segment) -> Any:
+    @contextlib.contextmanager
+    def _reading(self, segment: Segment, model: Model) -> Iterator[Reading]:
         path = pathlib.Path(self.store.url.removeprefix("file://")) / f"{segment.info.key}.flat"
-        return MappedReader(path, segment)
+        with MappedReader(path, segment) as reader:
+            yield Reading(reader, None)
 
     def prefill(self, *arguments: Any, **options: Any) -> Any:
         """As the base class; every unit that was touched counts as read."""

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,6 +50,7 @@ class Prefetcher:
         from several threads. `Segment.read` is one.
       tiers: where units are kept; their shape and dtype are what a read must bring.
       segment: the segment's key, under which the tiers keep its units.
+      on_device: rows of device memory in which units are for as long as this prefetcher is used.
       threads: threads that start reads, and speculative batches under way at once.
       max_in_flight_bytes: bound on speculation queued, under way, or read and neither collected
         nor cancelled.
@@ -65,6 +66,7 @@ class Prefetcher:
         tiers: Tiers,
         *,
         segment: str = "",
+        on_device: Mapping[UnitId, int] | None = None,
         threads: int = 4,
         max_in_flight_bytes: int = 64 << 20,
         timeout_s: float = 30.0,
@@ -74,6 +76,7 @@ class Prefetcher:
         self._tiers = tiers
         self._segment = tiers.segment(segment)
         self._timeout_s = timeout_s
+        self._on_device = on_device or {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._tickets: dict[int, _Ticket] = {}
@@ -164,7 +167,7 @@ class Prefetcher:
             self._await(asked, started + self._timeout_s, out)
             waited = time.monotonic() - started if asked.flights else 0.0
             places = np.array(asked.hits, np.int64)
-            on_device = self._tiers.copy(np.array(asked.rows, np.int64), out, places)
+            self._tiers.copy(np.array(asked.rows, np.int64), out, places)
         except BaseException:
             self._let_go(asked)
             raise
@@ -177,8 +180,7 @@ class Prefetcher:
             self._counts = dataclasses.replace(
                 self._counts,
                 needed=self._counts.needed + len(asked.ids),
-                device_hits=self._counts.device_hits + on_device,
-                host_hits=self._counts.host_hits + len(asked.hits) - on_device,
+                host_hits=self._counts.host_hits + len(asked.hits),
                 wait_s=self._counts.wait_s + waited,
             )
 
@@ -203,6 +205,33 @@ class Prefetcher:
           ValueError: an array is not such.
         """
         self._tiers.touch(pack_units(self._segment, units).tolist(), mass, important)
+
+    def device_rows(self, units: np.ndarray) -> np.ndarray:
+        """Where units are in device memory.
+
+        Args:
+          units: integers [n, 4].
+
+        Returns:
+          int32 [n], the row of each, -1 where it is not there.
+        """
+        ids = pack_units(self._segment, units).tolist()
+        return np.array([self._on_device.get(unit, -1) for unit in ids], np.int32)
+
+    def took_from_device(self, units: np.ndarray) -> None:
+        """Counts units as used that were not issued because they are in device memory.
+
+        Args:
+          units: integers [n, 4].
+        """
+        ids = pack_units(self._segment, units).tolist()
+        self._tiers.used(ids)
+        with self._lock:
+            self._counts = dataclasses.replace(
+                self._counts,
+                needed=self._counts.needed + len(ids),
+                device_hits=self._counts.device_hits + len(ids),
+            )
 
     def counts(self) -> ReadCounts:
         """What was counted since the last `finish_request`."""

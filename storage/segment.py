@@ -40,8 +40,8 @@ class SegmentInfo:
 class BytesRead:
     """Bytes that came from the store."""
 
-    payload: int = 0  # units with their tags and checksums, and short gaps between units
-    index: int = 0  # shard indexes
+    payload: int = 0  # units, and short gaps between units
+    index: int = 0  # shard indexes, and the units' tags and checksums
     sketches: int = 0
 
 

@@ -29,6 +29,14 @@ class Reader(Protocol):
         """Wait for a ticket's units: [n, *unit shape], in the order asked."""
         ...
 
+    def device_rows(self, units: Ids) -> Ids:
+        """[n], the row of each unit in device memory, -1 where it is not."""
+        ...
+
+    def took_from_device(self, units: Ids) -> None:
+        """Count units as used that were not issued because they are in device memory."""
+        ...
+
     def touch(self, units: Ids, mass: NDArray[Any], important: NDArray[Any]) -> None:
         """Tell what attention units get, before they are collected."""
         ...
@@ -46,6 +54,7 @@ class PageReads:
       pages: N, pages of the prefix; ids at or past it name no page.
       period: layers a period; a choice is guessed for the rest of its period, and the last
         layer's for the next period.
+      device_rows: rows of device memory in which the reader's units may be.
       key_stride: layers from one that reads keys to choose by to the next.
       speculate: whether to guess at all.
 
@@ -65,14 +74,17 @@ class PageReads:
         heads: int,
         pages: int,
         period: int = 4,
+        device_rows: int = 0,
         key_stride: int = 1,
         speculate: bool = True,
     ) -> None:
         self._reader = reader
         self._layers_a_unit, self._heads_a_unit, self._kinds, self._page, self._dim = unit_shape
         self._dtype = dtype
+        self._page_bytes = self._page * self._dim * dtype.itemsize  # keys or values of one head
         self._layers, self._heads, self._pages = layers, heads, pages
         self._period = period
+        self._device_rows = device_rows
         self._speculate = speculate
         self._plans: dict[int, tuple[Ids, Ids]] = {}
         self.failure: BaseException | None = None
@@ -105,18 +117,48 @@ class PageReads:
         if self.failure is not None:
             return -1
         try:
-            units, where = self._units(layer, ids, to_choose)
             if mass is not None:
-                self._touch(units, where, ids, mass, important)
-            ticket = self._reader.issue(units, demand=True)
-            self._plans[ticket] = (units, where)
-            if self._speculate:
-                for ahead in self._guessed(layer, to_choose):
-                    self._reader.issue(self._units(ahead, ids, to_choose)[0], demand=False)
+                self._touch(layer, ids, mass, important)
+            return self._start(layer, ids, ids, to_choose)
         except (OSError, ValueError, RuntimeError) as error:
             self.failure = error
             return -1
-        return ticket
+
+    def issue_missing(
+        self, layer: int, ids: Ids, *, mass: Weights, important: Weights
+    ) -> tuple[int, Ids, NDArray[np.bool_]]:
+        """Start reading what is not in device memory of a layer's pages, and guess as `issue` does.
+
+        Args:
+          layer: 0 to layers - 1.
+          ids: int32 [H, K], pages each KV head wants; N or more is none.
+          mass: float32 [H, K], attention each page gets.
+          important: float32 [H, K], the share of each page's tokens that are attended to.
+
+        Returns:
+          A ticket, or -1 once a read has failed; int32 [2, H, K], the rows of device memory with
+          each page's keys and values, `device_rows` where it is not there; and bool [H, K], which
+          pages are to be collected.
+        """
+        rows = np.full((2, *ids.shape), self._device_rows, np.int32)
+        nothing = np.zeros(ids.shape, np.bool_)
+        if self.failure is not None:
+            return -1, rows, nothing
+        try:
+            self._touch(layer, ids, mass, important)
+            units, where = self._units(layer, ids, to_choose=False)
+            by_kind = units.reshape(3 - self._kinds, -1, 4)  # keys and values are apart, or not
+            found = self._reader.device_rows(units).reshape(by_kind.shape[:2])
+            whole = (found >= 0).all(axis=0)
+            self._reader.took_from_device(by_kind[:, whole].reshape(-1, 4))
+            rows[:, ids < self._pages] = np.where(whole, found, self._device_rows)[:, where]
+            self.bytes_used += int(np.count_nonzero(rows < self._device_rows)) * self._page_bytes
+            missing = (ids < self._pages) & (rows[0] == self._device_rows)
+            rest = np.where(missing, ids, self._pages)
+            return self._start(layer, rest, ids, to_choose=False), rows, missing
+        except (OSError, ValueError, RuntimeError) as error:
+            self.failure = error
+            return -1, np.full_like(rows, self._device_rows), nothing
 
     def collect(
         self, ticket: int, layer: int, ids: Ids, *, to_choose: bool = False
@@ -146,10 +188,18 @@ class PageReads:
                 out[:] = 0
         return out, np.bool_(self.failure is None)
 
-    def _touch(
-        self, units: Ids, where: Ids, ids: Ids, mass: Weights, important: Weights | None
-    ) -> None:
+    def _start(self, layer: int, missing: Ids, ids: Ids, to_choose: bool) -> int:
+        units, where = self._units(layer, missing, to_choose)
+        ticket = self._reader.issue(units, demand=True)
+        self._plans[ticket] = (units, where)
+        if self._speculate:
+            for ahead in self._guessed(layer, to_choose):
+                self._reader.issue(self._units(ahead, ids, to_choose)[0], demand=False)
+        return ticket
+
+    def _touch(self, layer: int, ids: Ids, mass: Weights, important: Weights | None) -> None:
         """Tell the reader what the units' pages are worth: mass is summed, shares are averaged."""
+        units, where = self._units(layer, ids, to_choose=False)
         wanted = ids < self._pages
         times = np.bincount(where)
         # A query that is not finite ends the call elsewhere; it must not spoil the ranks.
@@ -173,7 +223,7 @@ class PageReads:
             else:  # all keys, then all values
                 first = kind * (len(got) // len(out))
                 out[kind, column, head] = got[first + where, block, inside, 0]
-        used = int(head.size) * len(out) * self._page * self._dim * self._dtype.itemsize
+        used = int(head.size) * len(out) * self._page_bytes
         if len(out) == 2:
             self.bytes_used += used
         else:

@@ -2,6 +2,9 @@
 
 The store holds everything, so leaving the last tier never writes. Rows of the arena are only ever
 copied: no caller sees one, and a unit that is pinned neither moves nor leaves.
+
+The arena is in host memory, rows of the device tier included: whoever owns device memory copies
+their changes there between programs, and a unit that sinks is not copied back.
 """
 
 import dataclasses
@@ -27,6 +30,15 @@ class TierCounts:
     sunk: int  # moved from device to host to make room
     dropped: int  # left the last tier; nothing was written
     refused: int  # never kept, everything there outranked them
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRows:
+    """What the device tier holds, for who keeps a copy of it in device memory."""
+
+    rows: np.ndarray  # int32 [m], ascending: those whose contents changed
+    data: np.ndarray  # [m, *unit_shape], their contents, an array of the caller's own
+    units: dict[UnitId, int]  # the row of every unit of the device tier
 
 
 class _Tier:
@@ -80,6 +92,7 @@ class Tiers:
         self._host = _Tier(on_device, on_host)
         self._order = [tier for tier in (self._device, self._host) if tier.capacity]
         self._arena = np.empty((on_device + on_host, self.unit_bytes), np.uint8)
+        self._changed: set[int] = set()  # rows of the device tier
         self._lock = threading.Lock()
         self._stamps = itertools.count()
         self._pins: dict[UnitId, tuple[int, Rank]] = {}  # how often, and the rank to return to
@@ -105,6 +118,24 @@ class Tiers:
         with self._lock:
             tier = self._tier_of(unit)
         return None if tier is None else "device" if tier is self._device else "host"
+
+    @property
+    def device_units(self) -> int:
+        """Rows of the device tier."""
+        return self._device.capacity
+
+    def take_device_changes(self, *, whole: bool = False) -> DeviceRows:
+        """What changed in the device tier since the last call.
+
+        Args:
+          whole: whether every row in use counts as changed.
+        """
+        with self._lock:
+            units = dict(self._device.slots)
+            rows = np.array(sorted(units.values() if whole else self._changed), np.int32)
+            self._changed.clear()
+            data = self._arena[rows].view(self.dtype).reshape(len(rows), *self.unit_shape)
+        return DeviceRows(rows, data, units)
 
     def counts(self) -> TierCounts:
         """What the tiers hold and did."""
@@ -160,23 +191,26 @@ class Tiers:
                 elif (tier := self._tier_of(unit)) is not None:
                     tier.ranking.set(unit, rank)
 
-    def copy(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> int:
+    def used(self, units: Iterable[UnitId]) -> None:
+        """A request took these units from a copy of the device tier: they gain rank."""
+        with self._lock:
+            for unit in units:
+                self._policy.loaded(unit)
+                self._rerank(unit)
+
+    def copy(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
         """Copies pinned units.
 
         Args:
           rows: integers [m] that `pin` gave, none of them -1.
           out: [n, *unit_shape], contiguous, of the units' dtype.
           places: integers [m]: where in `out` each goes.
-
-        Returns:
-          How many of them were in device memory.
         """
         as_bytes = self._bytes_of(out)
         if len(rows) == len(out) and (places == np.arange(len(out))).all():
             np.take(self._arena, rows, axis=0, out=as_bytes, mode="clip")
         else:
             as_bytes[places] = self._arena[rows]
-        return int(np.count_nonzero(rows < self._device.capacity))
 
     def admit(self, units: Sequence[UnitId], data: np.ndarray, places: Sequence[int]) -> None:
         """A request took these units, which were read; they are kept if they rank high enough.
@@ -299,6 +333,8 @@ class Tiers:
             sinks = lowest is not None and tier is self._device and self._host.capacity > 0
             sinking = self._arena[slot].copy() if sinks else payload
             self._arena[slot] = payload
+            if tier is self._device:
+                self._changed.add(slot)
             tier.slots[unit] = slot
             tier.ranking.set(unit, rank)
             kept |= unit == newcomer

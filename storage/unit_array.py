@@ -146,8 +146,8 @@ def read_places(array: Any, grid: Grid, where: np.ndarray) -> Any:
 def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int, int]:
     """What TensorStore reads from files for one read of units: (payload, index) bytes.
 
-    The index of each shard that is touched is read once, whole. Units are read with their
-    tags and checksums.
+    The index of each shard that is touched is read once, whole. Units are read with their tags and
+    checksums, which count as index: payload is keys and values, and gaps.
 
     Args:
       grid: the segment's extents.
@@ -156,11 +156,12 @@ def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int,
     """
     _, _, kinds, pages = grid.units
     shard = where // (pages * kinds)
-    payload = len(where) * grid.stored_unit_bytes
+    payload = len(where) * grid.unit_bytes
     gaps = (np.diff(where) - 1) * grid.stored_unit_bytes
     payload += int(gaps[(np.diff(shard) == 0) & (gaps <= bridged_gap)].sum())
     touched = 1 + int(np.count_nonzero(np.diff(shard))) if len(where) else 0
-    return payload, touched * grid.index_bytes
+    beside = len(where) * (grid.stored_unit_bytes - grid.unit_bytes)
+    return payload, touched * grid.index_bytes + beside
 
 
 def _fill(

@@ -62,7 +62,10 @@ def prefix_rows(prefix: PrefixStats) -> list[tuple[str, str]]:
         ("of which guessed wrong", size_of(prefix.bytes_wasted)),
         ("indexes and sketches read", size_of(prefix.index_bytes + prefix.sketch_bytes)),
         ("read amplification", "-" if amplification is None else f"{amplification:.2f}"),
-        ("already in memory", f"{prefix.host_hits:,} of {prefix.units:,} reads"),
+        (
+            "already in memory",
+            f"{prefix.device_hits + prefix.host_hits:,} of {prefix.units:,} reads",
+        ),
         ("waited for reads", f"{prefix.wait_seconds:.3f} s of {prefix.read_seconds:.3f} s"),
     ]
 

@@ -80,6 +80,9 @@ def prefix_options(
     host_budget: Annotated[
         int, typer.Option(help="MB of memory for stored pages.", rich_help_panel=PANEL)
     ] = PrefixConfig.host_bytes >> 20,
+    device_budget: Annotated[
+        int, typer.Option(help="MB of device memory for stored pages.", rich_help_panel=PANEL)
+    ] = PrefixConfig.device_bytes >> 20,
     placement: Annotated[
         str,
         typer.Option(
@@ -99,6 +102,7 @@ def prefix_options(
         load_policy=load_policy,  # type: ignore[arg-type]
         on_read_failure=on_read_failure,  # type: ignore[arg-type]
         host_bytes=host_budget << 20,
+        device_bytes=device_budget << 20,
         placement=placement,  # type: ignore[arg-type]
     )
 

@@ -42,6 +42,32 @@ def issue(
     return ticket
 
 
+def issue_missing(
+    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], worth: Worth, rows: int
+) -> tuple[Int32[Array, ""], Int32[Array, "two Hkv K"], Bool[Array, "Hkv K"]]:
+    """Start reading those pages of a layer that are not in device memory; returns at once.
+
+    Args:
+      handle: of the open `PageReads`.
+      layer: whose pages.
+      ids: pages of the prefix for each KV head; N or more is none.
+      worth: of these pages.
+      rows: S, rows of device memory.
+
+    Returns:
+      A ticket for `collect`, -1 once a read has failed; the rows of device memory with each page's
+      keys and values, S where it is not there; and which pages are to be collected.
+    """
+    shapes = (
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((2, *ids.shape), jnp.int32),
+        jax.ShapeDtypeStruct(ids.shape, jnp.bool_),
+    )
+    start = functools.partial(_issue_missing, layer)
+    ticket, found, missing = io_callback(start, shapes, handle, ids, worth)
+    return ticket, found, missing
+
+
 def collect(
     handle: Int32[Array, ""],
     ticket: Int32[Array, ""],
@@ -80,6 +106,15 @@ def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
         return np.int32(reads.issue(layer, np.asarray(ids), to_choose=True))
     mass, important = np.asarray(worth.mass), np.asarray(worth.important)
     return np.int32(reads.issue(layer, np.asarray(ids), mass=mass, important=important))
+
+
+def _issue_missing(layer: int, handle: Any, ids: Any, worth: Worth) -> tuple[Any, Any, Any]:
+    reads = session(int(handle))
+    mass, important = np.asarray(worth.mass), np.asarray(worth.important)
+    ticket, rows, missing = reads.issue_missing(
+        layer, np.asarray(ids), mass=mass, important=important
+    )
+    return np.int32(ticket), rows, missing
 
 
 def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> tuple[Any, Any]:

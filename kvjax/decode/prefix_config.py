@@ -36,7 +36,9 @@ class PrefixConfig:
       prefetch: whether pages are read ahead on a guess.
       load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
       on_read_failure: "recompute" the prefix, or "fail".
-      host_bytes: bytes of memory that keep pages between requests.
+      host_bytes: bytes of host memory that keep pages between requests.
+      device_bytes: bytes of device memory that do; they are backed by as many bytes of host memory,
+        so that a page which leaves the device is not transferred.
       placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
         "lru", "lfu" or IMPRESS's score.
       timeout_s: the longest wait for a read, in seconds.
@@ -56,6 +58,7 @@ class PrefixConfig:
     load_policy: LoadPolicy = "auto"
     on_read_failure: Literal["recompute", "fail"] = "recompute"
     host_bytes: int = 256 << 20
+    device_bytes: int = 0
     placement: Placement = "attention"
     timeout_s: float = 30.0
 
@@ -71,8 +74,9 @@ class PrefixConfig:
                 f"reorder is True and by is {self.by!r}: only tokens are reordered; choose by "
                 f"'impress' or 'h2o', or leave reorder out"
             )
-        if self.host_bytes < 0:
-            raise KvjaxError(f"host_bytes is {self.host_bytes}: must be 0 or more bytes")
+        for name in ("host_bytes", "device_bytes"):
+            if getattr(self, name) < 0:
+                raise KvjaxError(f"{name} is {getattr(self, name)}: must be 0 or more bytes")
         if not self.timeout_s > 0:
             raise KvjaxError(f"timeout_s is {self.timeout_s}: must be seconds above 0")
         self.choice()

@@ -18,6 +18,7 @@ from kvjax.decode.calls import Progress
 from kvjax.decode.choosing import Selection, StoredPrefix
 from kvjax.decode.identity import identity
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
+from kvjax.decode.memory import Memory, Reading
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefix_config import PrefixConfig
@@ -30,11 +31,8 @@ from kvjax.errors import KvjaxError
 from kvjax.model import Model, kv_spec
 from kvjax.storage.errors import UnitError
 from kvjax.storage.page_store import PageStore
-from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
-from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.segment import Segment, SegmentInfo
 from kvjax.storage.sessions import PageReads, opened
-from kvjax.storage.tiers import Tiers
 
 TAIL = "tail"
 """Name of the array that keeps the tokens after the last full page."""
@@ -87,7 +85,7 @@ class PrefixCache:
         self.config = config or PrefixConfig()
         self.store = PageStore.open(url, max_bytes=max_bytes, read_only=read_only)
         self._tenant = tenant
-        self._tiers: dict[Any, Tiers] = {}
+        self._memory = Memory(self.config)
         self._sketches: dict[tuple[str, str], tuple[dict[str, jax.Array], ...]] = {}
         self._costs: dict[str, CostModel] = {}
         self._open: dict[str, Segment] = {}  # the least recently used first
@@ -216,9 +214,9 @@ class PrefixCache:
         if self.config.load_policy == "auto" and not self._worth_loading(segment, call):
             return None
         before = segment.bytes_read()
-        with self._reader(segment) as reader:
-            state, reads = call.run(reader, limits, meter)
-            counts = reader.finish_request()
+        with self._reading(segment, model) as reading:
+            state, reads = call.run(reading, limits, meter)
+            counts = reading.reader.finish_request()
         after = segment.bytes_read()
         if reads.failure is not None:
             self._open.pop(segment.info.key).close()
@@ -238,6 +236,7 @@ class PrefixCache:
             sketch_bytes=call.sketch_bytes,
             bytes_wasted=counts.wasted_bytes,
             bytes_prefetched=counts.prefetched * counts.unit_bytes,
+            device_hits=counts.device_hits,
             host_hits=counts.host_hits,
             units=counts.needed,
             wait_seconds=counts.wait_s,
@@ -317,28 +316,10 @@ class PrefixCache:
             self._open.pop(next(iter(self._open))).close()
         return kept
 
-    def _reader(self, segment: Segment) -> Prefetcher:
-        """Reads a segment through memory that all segments of its form share."""
-        form = segment.unit_shape, segment.info.dtype
-        if form not in self._tiers:
-            policies: dict[str, type[Policy]] = {
-                "attention": AttentionFrequency,
-                "impress": ImpressScore,
-                "lru": Lru,
-                "lfu": Lfu,
-            }
-            self._tiers[form] = Tiers(
-                self.config.host_bytes,
-                segment.unit_shape,
-                segment.grid.numpy_dtype,
-                policy=policies[self.config.placement](),
-            )
-        return Prefetcher(
-            segment.read,
-            self._tiers[form],
-            segment=f"{segment.info.key}.{segment.info.created}",  # reordering writes a key again
-            timeout_s=self.config.timeout_s,
-        )
+    def _reading(
+        self, segment: Segment, model: Model
+    ) -> contextlib.AbstractContextManager[Reading]:
+        return self._memory.reading(segment, model)
 
     def _worth_loading(self, segment: Segment, call: "_Call") -> bool:
         if segment.info.key not in self._costs:
@@ -401,19 +382,20 @@ class _Call:
         self.shapes = dataclasses.replace(shapes, chunk=chunk, chunks=1, room=plain.room)
 
     def run(
-        self, reader: Prefetcher, limits: Int32[Array, " B"], meter: Meter
+        self, reading: Reading, limits: Int32[Array, " B"], meter: Meter
     ) -> tuple[DecodeState, PageReads]:
         """Re-prefill; whether it succeeded is in the reads."""
         info = self.segment.info
         layers, _, heads, _, _ = info.shape
         reads = PageReads(
-            reader,
+            reading.reader,
             unit_shape=self.segment.unit_shape,
             dtype=self.segment.grid.numpy_dtype,
             layers=layers,
             heads=heads,
             pages=self.pages,
             period=self.config.period,
+            device_rows=0 if reading.pool is None else len(reading.pool),
             key_stride=self.config.period if self.config.who == "period" else 1,
             speculate=self.config.prefetch,
         )
@@ -429,6 +411,7 @@ class _Call:
                 jnp.int32(self.pages),
                 jnp.int32(self.count),
                 jnp.int32(handle),
+                reading.pool,
             )
             program = meter.program(
                 _reprefill, static, self.model.params, state, prefix, suffix, **IN_PLACE

@@ -25,7 +25,8 @@ class PrefixStats:
     sketch_bytes: int
     bytes_wasted: int  # read on a guess and never used
     bytes_prefetched: int  # used, and their read began before they were known to be needed
-    host_hits: int  # units that were in memory
+    device_hits: int  # units that were in device memory
+    host_hits: int  # units that were in host memory
     units: int  # units that were needed
     wait_seconds: float  # the program waited for reads
     read_seconds: float  # a read was under way
@@ -34,7 +35,8 @@ class PrefixStats:
     @property
     def read_amplification(self) -> float | None:
         """Bytes read on demand or used, over bytes used that were not in memory; None without."""
-        missed = self.bytes_used * (1 - self.host_hits / self.units) if self.units else 0
+        hits = self.device_hits + self.host_hits
+        missed = self.bytes_used * (1 - hits / self.units) if self.units else 0
         return (self.bytes_read - self.bytes_wasted) / missed if missed else None
 
 

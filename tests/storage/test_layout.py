@@ -39,8 +39,8 @@ def test_bytes_of_a_read_by_hand():
     units = np.array([[0, 0, 0, 1], [0, 0, 0, 3], [1, 0, 0, 0]])
     where = places(grid, units)
     index = 2 * (10 * 16 + 4)
-    assert bytes_of_read(grid, where, 0) == (3 * 84, index)
-    assert bytes_of_read(grid, where, 84) == (4 * 84, index)
+    assert bytes_of_read(grid, where, 0) == (3 * 64, index + 3 * 20)
+    assert bytes_of_read(grid, where, 84) == (3 * 64 + 84, index + 3 * 20)
     assert bytes_of_read(grid, where[:0], 84) == (0, 0)
 
 

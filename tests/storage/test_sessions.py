@@ -16,7 +16,7 @@ class Reader:
     def __init__(self, layers, heads, kinds):
         self.shape = (layers, heads, kinds, SIZE, DIM)
         self.asked, self.guessed, self.tickets = [], [], {}
-        self.touched = []
+        self.touched, self.taken, self.on_device = [], [], {}
         self.numbers = itertools.count()
         self.broken = None
 
@@ -27,6 +27,12 @@ class Reader:
         ticket = next(self.numbers)
         self.tickets[ticket] = units
         return ticket
+
+    def device_rows(self, units):
+        return np.array([self.on_device.get(tuple(unit), -1) for unit in units.tolist()], np.int32)
+
+    def took_from_device(self, units):
+        self.taken.append(units.tolist())
 
     def touch(self, units, mass, important):
         self.touched.append((units.tolist(), mass, important))
@@ -128,6 +134,36 @@ def test_keys_and_values_of_a_page_are_worth_the_same():
     assert units == [[0, 0, 0, 3], [0, 0, 1, 3]]
     assert worth.tolist() == [5, 5]
     assert important.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_only_what_is_not_in_device_memory_is_read(layers, heads, kinds):
+    made, reader = reads(layers, heads, kinds, device_rows=50)
+    group = 3 // layers
+    for kind in range(3 - kinds):  # page 3 is there whole, page 4 has no values if these are apart
+        for head in range(HEADS // heads):
+            reader.on_device[group, head, kind, 3] = 10 * head + kind
+    if kinds == 1:
+        reader.on_device[group, 0, 0, 4] = 49
+    ids = np.array([[0, 3, 4], [3, 4, PAGES]], np.int32)
+    ones = np.ones(ids.shape, np.float32)
+    ticket, rows, missing = made.issue_missing(3, ids, mass=ones, important=ones)
+    assert missing.tolist() == [[True, False, True], [False, True, False]]
+    second = 1 % (HEADS // heads) * 10  # the row of the second head's keys
+    assert rows[0].tolist() == [[50, 0, 50], [second, 50, 50]]
+    assert rows[1].tolist() == (rows[0] + (kinds == 1) * (rows[0] < 50)).tolist()
+    assert all(unit[3] == 3 for unit in reader.taken[0])
+    assert len(reader.taken[0]) == HEADS // heads * (3 - kinds)
+    assert 3 not in {unit[3] for unit in reader.asked[0]}
+    packed = np.array([[0, 4], [4, PAGES]], np.int32)  # as a program asks for what is missing
+    both, ok = made.collect(ticket, 3, packed)
+    assert ok
+    for kind, column, head in np.ndindex(2, 2, HEADS):
+        page = packed[head, column]
+        expected = value(3, head, kind, page) if page < PAGES else 0
+        assert (both[kind, column, head] == expected).all()
+    assert made.bytes_used == 5 * 2 * SIZE * DIM * 4
 
 
 @pytest.mark.parametrize("broken", ["issue", "collect"])

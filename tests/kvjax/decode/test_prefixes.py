@@ -62,6 +62,10 @@ def stored(folder, model, ids, config=LOAD, **options):
         {"placement": "lru", "host_bytes": 0},
         {"placement": "lfu", "host_bytes": 4000},
         {"placement": "impress", "host_bytes": 20_000, "prefetch": False},
+        {"device_bytes": 1 << 20, "host_bytes": 0},
+        {"device_bytes": 9_000, "host_bytes": 9_000, "who": "period", "period": 2},
+        {"device_bytes": 20_000, "by": "keys", "who": "period", "period": 2},
+        {"device_bytes": 20_000, "by": "impress", "who": "layer", "placement": "impress"},
     ],
     ids=str,
 )
@@ -71,6 +75,28 @@ def test_everything_equals_plain_prefill(tmp_path, model, ids, plain, changes):
         tokens, stats = answer(model, ids, prefixes)
         assert tokens == plain
         assert stats.pages == stats.pages_chosen == 12
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_pages_stay_in_device_memory_and_only_changes_go_there(tmp_path, model, ids, host_bytes):
+    half = dataclasses.replace(LOAD, budget="50%", host_bytes=host_bytes)
+    expected, cold = answer(model, ids, stored(tmp_path, model, ids, half))
+    assert cold.device_hits == 0
+    prefixes = PrefixCache(tmp_path, config=dataclasses.replace(half, device_bytes=1 << 20))
+    for hits in (0, cold.units, cold.units):
+        tokens, stats = answer(model, ids, prefixes)
+        assert tokens == expected
+        assert stats.device_hits == hits
+        assert stats.units == cold.units
+        assert stats.bytes_used == cold.bytes_used
+    assert stats.bytes_read == stats.bytes_wasted  # what a layer guessed for the next
+    assert stats.read_amplification is None
+    small = PrefixCache(tmp_path, config=dataclasses.replace(half, device_bytes=10_000))
+    answer(model, ids, small)
+    tokens, stats = answer(model, ids, small)
+    assert tokens == expected
+    assert 0 < stats.device_hits < stats.units
+    assert stats.device_hits + stats.host_hits <= stats.units
 
 
 def test_reads_bring_what_a_period_chooses_where_it_divides_the_layers():

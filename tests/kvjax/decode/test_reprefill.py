@@ -29,6 +29,7 @@ class Memory:
         self.layers, self.heads, self.split = layers, heads, split
         self.tickets, self.numbers = {}, itertools.count()
         self.demanded, self.guessed, self.touched = [], [], []
+        self.taken, self.on_device = [], {}
         self.fail_at = fail_at
 
     @property
@@ -41,6 +42,12 @@ class Memory:
         if demand:
             self.tickets[ticket] = units
         return ticket
+
+    def device_rows(self, units):
+        return np.array([self.on_device.get(tuple(unit), -1) for unit in units.tolist()], np.int32)
+
+    def took_from_device(self, units):
+        self.taken.append(units.tolist())
 
     def touch(self, units, mass, important):
         self.touched.append((units.tolist(), mass, important))
@@ -92,7 +99,17 @@ def stored(model, tokens):
     )
 
 
-def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES, speculate=True):
+def run(
+    model,
+    tokens,
+    stored,
+    selection,
+    count,
+    reader=None,
+    room=PREFIX_PAGES,
+    speculate=True,
+    pool=None,
+):
     keys, values = stored
     reader = reader or Memory(keys, values)
     layers, heads = keys.shape[:2]
@@ -104,6 +121,7 @@ def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES,
         heads=heads,
         pages=PREFIX_PAGES,
         period=2,
+        device_rows=0 if pool is None else len(pool),
         speculate=speculate,
     )
     sketches = ({"pages": jnp.zeros((PREFIX_PAGES,), jnp.int32)},) * layers
@@ -119,7 +137,7 @@ def run(model, tokens, stored, selection, count, reader=None, room=PREFIX_PAGES,
 
     @jax.jit
     def program(state, handle):
-        prefix = StoredPrefix(sketches, jnp.int32(PREFIX_PAGES), jnp.int32(count), handle)
+        prefix = StoredPrefix(sketches, jnp.int32(PREFIX_PAGES), jnp.int32(count), handle, pool)
         decoder = nnx.merge(model.graphdef, model.params)
         return reprefill(decoder, state, prefix, prompts, room=room, selection=selection)
 
@@ -198,9 +216,38 @@ def test_tokens_tell_which_share_of_a_page_was_wanted(model, tokens, stored):
     heads = stored[0].shape[1]
     for units, mass, important in reader.touched:
         assert important.sum() * PAGE == pytest.approx(heads * 2 * PAGE)
-        assert ((0 < important) & (important <= 1)).all()
+        assert ((important > 0) & (important <= 1)).all()
         assert (mass > 0).all()
         assert len(units) >= 2 * heads
+
+
+@pytest.mark.parametrize("share", [0.4, 1])
+@pytest.mark.parametrize("layout", [(1, 1, False), (2, 2, False), (1, 2, True)])
+def test_pages_in_device_memory_are_not_transferred(model, tokens, stored, layout, share):
+    layers, heads, split = layout
+    plain, *_ = run(model, tokens, stored, ByPages(LowBitKeys(3)), 4)
+    reader = Memory(*stored, layers=layers, heads=heads, split=split)
+    grid = (len(stored[0]) // layers, stored[0].shape[1] // heads, 1 + split, PREFIX_PAGES)
+    units = np.array(list(np.ndindex(grid)), np.int32)
+    chosen = np.random.default_rng(3).permutation(len(units))[: round(share * len(units))]
+    reader.on_device = {tuple(units[i].tolist()): row for row, i in enumerate(chosen)}
+    pool = np.full((len(units) + 3, *reader.unit_shape), np.nan, stored[0].dtype)
+    if len(chosen):
+        reader.tickets[-5] = units[chosen]
+        pool[: len(chosen)] = reader.collect(-5)
+    state, ok, reads, _ = run(
+        model, tokens, stored, ByPages(LowBitKeys(3)), 4, reader, pool=jnp.asarray(pool)
+    )
+    assert ok
+    np.testing.assert_array_equal(state.hidden, plain.hidden)
+    asked = {tuple(unit) for units in reader.demanded for unit in units.tolist()}
+    taken = {tuple(unit) for units in reader.taken for unit in units}
+    if not split:
+        assert not asked & set(reader.on_device)
+    assert asked if share < 1 else not asked
+    assert taken <= set(reader.on_device)
+    item, (n_layers, n_heads, _, page, dim) = stored[0].dtype.itemsize, stored[0].shape
+    assert reads.bytes_used == 4 * 2 * n_layers * n_heads * page * dim * item
 
 
 def test_guesses_change_nothing(model, tokens, stored):

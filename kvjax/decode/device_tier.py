@@ -1,0 +1,69 @@
+"""Pages of which some are in device memory: only the others are read, in a program."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.decode.fetch import Worth, collect, issue_missing
+
+
+def read_missing(
+    pool: Float[Array, "S layers heads kinds P D"],
+    handle: Int32[Array, ""],
+    layer: int,
+    ids: Int32[Array, "Hkv K"],
+    worth: Worth,
+    page: jax.ShapeDtypeStruct,
+) -> tuple[Float[Array, "two K Hkv P D"], Bool[Array, ""]]:
+    """Gather a layer's pages from device memory, and what is not there from the host.
+
+    What is not there is packed to the front, and as much is transferred as the next of a few
+    sizes: K, K / 2, K / 4, K / 8 pages a head, or nothing.
+
+    Args:
+      pool: units in device memory, as `DevicePool` keeps them.
+      handle: of the open `PageReads`.
+      layer: whose pages.
+      ids: pages of the prefix for each KV head; what names no page comes after all that do.
+      worth: of these pages.
+      page: [P, D], shape and dtype of one head's page.
+
+    Returns:
+      Keys and values, zero where `ids` names no page; and whether they are right.
+    """
+    ticket, rows, missing = issue_missing(handle, layer, ids, worth, len(pool))
+    resident = _gather(pool, rows, layer)
+    heads, room = ids.shape
+    order = jnp.argsort(~missing, axis=1, stable=True).astype(jnp.int32)
+    front = jnp.take_along_axis(missing, order, axis=1)
+    packed = jnp.where(front, jnp.take_along_axis(ids, order, axis=1), NO_PAGE)
+    column = jnp.where(front, order, room)
+    most = jnp.max(jnp.sum(missing, axis=1, dtype=jnp.int32))
+    sizes = sorted({0, -(-room // 8), -(-room // 4), -(-room // 2), room})
+
+    def transfer(size: int) -> tuple[Array, Array]:
+        if not size:
+            return resident, ticket >= 0
+        some = packed[:, :size]
+        got, ok = collect(handle, ticket, layer, some, page)
+        head = jnp.arange(heads, dtype=jnp.int32)[None, :]
+        both = resident.at[:, column[:, :size].T, head].set(got, mode="drop")
+        return both, ok
+
+    index = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), most).astype(jnp.int32)
+    both, ok = lax.switch(index, [lambda size=size: transfer(size) for size in sizes])
+    return both, ok
+
+
+NO_PAGE = 2**31 - 1
+"""Past every page of a prefix."""
+
+
+def _gather(pool: Array, rows: Int32[Array, "two Hkv K"], layer: int) -> Array:
+    """[2, K, Hkv, P, D], zero where a row is past the pool."""
+    _, layers, heads, kinds, _, _ = pool.shape
+    kind = jnp.minimum(jnp.arange(2, dtype=jnp.int32), kinds - 1)[:, None, None]
+    head = (jnp.arange(rows.shape[1], dtype=jnp.int32) % heads)[None, :, None]
+    both = pool.at[rows, layer % layers, head, kind].get(mode="fill", fill_value=0)
+    return both.swapaxes(1, 2)
