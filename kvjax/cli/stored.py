@@ -78,10 +78,11 @@ def prefix_options(
         str, typer.Option(help="recompute or fail.", rich_help_panel=PANEL)
     ] = PrefixConfig.on_read_failure,
     host_budget: Annotated[
-        int, typer.Option(help="MB of memory for stored pages.", rich_help_panel=PANEL)
+        int, typer.Option(min=0, help="MB of host memory for stored pages.", rich_help_panel=PANEL)
     ] = PrefixConfig.host_bytes >> 20,
     device_budget: Annotated[
-        int, typer.Option(help="MB of device memory for stored pages.", rich_help_panel=PANEL)
+        int,
+        typer.Option(min=0, help="MB of device memory for stored pages.", rich_help_panel=PANEL),
     ] = PrefixConfig.device_bytes >> 20,
     placement: Annotated[
         str,

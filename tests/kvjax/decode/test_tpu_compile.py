@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, inputs
+from kvjax.decode.choosing import ByPages, StoredPrefix
 from kvjax.decode.generate import _generate
-from kvjax.decode.opening import _prefill_chunk
+from kvjax.decode.opening import IN_PLACE, _prefill_chunk
+from kvjax.decode.prefixes import _reprefill
 from kvjax.decode.program import compiled
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan
@@ -19,9 +21,15 @@ from kvjax.decode.step import Rules, start
 from kvjax.decode.stream import _draw, _step
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, ModelConfig, random_checkpoint
+from kvjax.policies import LowBitKeys
 
 PAGES = 512
-ABSTRACT_MESH = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+ABSTRACT_MESH = AbstractMesh(
+    (1,),
+    ("x",),
+    axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"),
+)
 
 
 @pytest.fixture
@@ -41,6 +49,7 @@ class Call:
         layer = LayerConfig(4, 2, head_dim)
         config = ModelConfig("llama", 512, 256, 512, (layer, layer), max_context=4096)
         model = from_checkpoint(random_checkpoint(config), name="random", dtype="bfloat16")
+        self.model = model
         self.shapes = plan(
             config,
             model.spec,
@@ -113,3 +122,49 @@ def test_the_programs_of_a_stream_hand_pools_on_without_a_copy(there, head_dim, 
     assert not call.copies_of_a_pool(text)
     pool_bytes = sum(x.size * x.dtype.itemsize for x in (*cache.k_pages, *cache.v_pages))
     assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device_rows", [0, 64])
+def test_re_prefill_is_a_program_for_a_tpu(there, device_rows):
+    """With callbacks in it, packed reads in branches, and the pool written in place."""
+    call, room, head_dim = Call(128), 8, 128
+    config = call.model.config
+    layers, kv_heads = len(config.layers), config.layers[0].num_kv_heads
+    shapes = plan(
+        config,
+        call.model.spec,
+        [room * 16 + 40],
+        new_tokens=8,
+        prefill_chunk=64,
+        cache=CacheConfig(num_pages=PAGES),
+    )
+    sketch = LowBitKeys(3)
+    keys = jax.ShapeDtypeStruct((32, kv_heads, 16, head_dim), jnp.bfloat16)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    pool = jax.ShapeDtypeStruct((device_rows, 1, 1, 2, 16, head_dim), jnp.bfloat16)
+    prefix = StoredPrefix(
+        (jax.eval_shape(sketch.build, keys),) * layers,
+        number,
+        number,
+        number,
+        pool if device_rows else None,
+    )
+    limits = jax.ShapeDtypeStruct((1,), jnp.int32)
+    cache = jax.eval_shape(lambda: inputs.empty_cache(shapes))
+    state = jax.eval_shape(lambda c, n: start(c, config.hidden_size, n), cache, limits)
+    state = on(inputs.formats_between(state, there), state)
+    suffix = inputs.flat_prompts([[1] * 40], shapes)
+    with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
+        program, _ = compiled(
+            _reprefill,
+            (call.model.graphdef, shapes, room, ByPages(sketch)),
+            on(there, call.params),
+            state,
+            *on(there, (prefix, suffix)),
+            **IN_PLACE,
+        )
+    text = program.as_text()
+    assert text.count("tpu_custom_call") >= layers
+    assert not call.copies_of_a_pool(text)
+    assert ("conditional(" in text) == bool(device_rows)
