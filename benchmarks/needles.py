@@ -31,6 +31,17 @@ Questions repeat a statement's words and name what no other statement of the doc
 models then answer with all keys and values, so that a wrong answer shows what a method lost.
 """
 
+EARLIER_QUESTIONS = tuple(
+    f"\n\nQuestion: {asked}\nAnswer:"
+    for asked in (
+        "What is this document about?",
+        "Which codes and numbers does the document state, and what are they for?",
+        "What should the staff remember?",
+        "What does the document say about objects?",
+    )
+)
+"""What was asked about a document before a benchmark's questions, for what learns from requests."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Needle:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.needles import Needle
+from benchmarks.needles import EARLIER_QUESTIONS, Needle
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig, PrefixStats
 from kvjax.decode.inputs import padded_stops, prng_key
@@ -37,13 +37,28 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hits:
+    """Shares of the pages needed that were in memory, over the questions after the first."""
+
+    device: float
+    host: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """What one method did over all questions."""
 
-    ttft_s: float  # median over questions and repeats, compilation excluded
-    stats: PrefixStats | None  # of the run of median time
-    answers: list[Answer]
-    again: PrefixStats | None = None  # of a second question with the first one's pages in memory
+    ttft_s: float  # median over runs, compilation excluded
+    runs: int  # that the median is over
+    answers: list[Answer]  # one a question
+    stats: list[PrefixStats]  # one a question; none where nothing was stored
+    wait_s: float | None  # that reads were waited for, median over the same runs
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a number of `PrefixStats` over the questions; None if nothing was stored."""
+        if not self.stats:
+            return None
+        return statistics.mean(getattr(stats, name) for stats in self.stats)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +68,7 @@ class Task:
     model: Model
     document: list[int]
     needles: Sequence[Needle]
-    repeats: int
+    repeats: int  # of the first question; the others are asked once
 
     def prompt(self, needle: Needle) -> list[int]:
         """The document, then a question."""
@@ -85,6 +100,19 @@ def rules(model: Model) -> Rules:
 
 def recompute(task: Task, say: Callable[[str], None]) -> Outcome:
     """Prefill of the whole prompt, as if nothing were stored: the reference."""
+    return _measured(task, _prefill(task), None, say, repeats=1)
+
+
+def alone(task: Task) -> float:
+    """Seconds that prefilling a question takes without its document: what no method can save."""
+    run = _prefill(task)
+    assert task.model.tokenizer is not None
+    ids = [task.model.tokenizer.encode(n.question, add_bos=False) for n in task.needles]
+    run(ids[0])
+    return statistics.median(run(question)[3] for question in ids for _ in range(3))
+
+
+def _prefill(task: Task) -> Callable[[list[int]], Any]:
 
     def run(ids: list[int]) -> tuple[DecodeState, Shapes, None, float]:
         meter = Meter()
@@ -94,7 +122,7 @@ def recompute(task: Task, say: Callable[[str], None]) -> Outcome:
         state = run_chunks(state, lambda phase, share: None)
         return jax.block_until_ready(state), shapes, None, meter.seconds
 
-    return _measured(task, run, None, say, repeats=1)
+    return run
 
 
 def stored(
@@ -105,15 +133,30 @@ def stored(
     say: Callable[[str], None],
     kind: type[PrefixCache] = PrefixCache,
 ) -> Outcome:
-    """Re-prefill from a store, from disk each time; then once more with pages in memory."""
+    """Re-prefill from a store, from disk each time."""
     cold = kind(folder, config=dataclasses.replace(config, host_bytes=0))
-    run = _loader(task, cold, folder)
-    outcome = _measured(task, run, forced, say, repeats=task.repeats)
-    warm = kind(folder, config=config)
-    again = None
-    for needle in task.needles[:2]:
-        again = _loader(task, warm, folder)(task.prompt(needle))[2]
-    return dataclasses.replace(outcome, again=again)
+    return _measured(task, _loader(task, cold, folder), forced, say, repeats=task.repeats)
+
+
+def hits(task: Task, folder: pathlib.Path, config: PrefixConfig) -> Hits:
+    """Ask every question twice with pages left in memory, as the configuration has it."""
+    run = _loader(task, PrefixCache(folder, config=config), folder)
+    stats = [run(task.prompt(needle))[2] for needle in [*task.needles, *task.needles]][1:]
+    units = sum(each.units for each in stats)
+    return Hits(
+        device=sum(each.device_hits for each in stats) / units,
+        host=sum(each.host_hits for each in stats) / units,
+    )
+
+
+def reorder(task: Task, folder: pathlib.Path, config: PrefixConfig) -> None:
+    """Let earlier questions be asked, and tokens be packed by what was chosen for them."""
+    assert task.model.tokenizer is not None
+    prefixes = PrefixCache(folder, config=config)
+    run = _loader(task, prefixes, folder)
+    for question in EARLIER_QUESTIONS:
+        run(task.document + task.model.tokenizer.encode(question, add_bos=False))
+    prefixes.reorder()
 
 
 def _loader(task: Task, prefixes: PrefixCache, folder: pathlib.Path) -> Callable[..., Any]:
@@ -139,20 +182,21 @@ def _measured(
     *,
     repeats: int,
 ) -> Outcome:
-    times, all_stats, answers = [], [], []
+    times, waits, each, answers = [], [], [], []
     for index, needle in enumerate(task.needles):
         ids = task.prompt(needle)
         say(f"question {index + 1} of {len(task.needles)}")
-        state = shapes = None
-        for repeat in range(repeats + (index == 0)):
+        state = shapes = stats = None
+        for repeat in range(1 if index else repeats + 1):
             state, shapes, stats, seconds = run(ids)
             if index or repeat:  # the first run compiles and warms up
                 times.append(seconds)
-                all_stats.append(stats)
+                waits += [] if stats is None else [stats.wait_seconds]
         assert state is not None and shapes is not None  # noqa: PT018  repeats is at least 1
         answers.append(_answer(task.model, state, shapes, forced[index] if forced else None))
-    middle = sorted(range(len(times)), key=times.__getitem__)[len(times) // 2]
-    return Outcome(statistics.median(times), all_stats[middle], answers)
+        each += [] if stats is None else [stats]
+    wait = statistics.median(waits) if waits else None
+    return Outcome(statistics.median(times), len(times), answers, each, wait)
 
 
 def _answer(model: Model, state: DecodeState, shapes: Shapes, forced: list[int] | None) -> Answer:
