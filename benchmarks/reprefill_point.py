@@ -32,7 +32,7 @@ class Point:
     bytes_wasted: float | None = None  # guessed wrong
     index_bytes: float | None = None
     sketch_bytes: int | None = None  # what stays in memory to choose by
-    guessed: float | None = None  # share of the pages used whose read had begun on a guess
+    guessed: float | None = None  # share of the bytes needed whose read had begun on a guess
     overlap: float | None = None  # of which pages that the period before had chosen too
     device_hits: float | None = None
     host_hits: float | None = None
@@ -71,8 +71,10 @@ def point(
       hits: shares found in memory, if they were measured.
     """
     first, steps = divergence(exact.answers, outcome.answers)
-    used, begun = outcome.mean("bytes_used"), outcome.mean("bytes_prefetched")
-    guessed = begun / used if used and begun is not None else None
+    used, scored = outcome.mean("bytes_used"), outcome.mean("bytes_scored")
+    begun = outcome.mean("bytes_prefetched")
+    needed = (used or 0) + (scored or 0)
+    guessed = begun / needed if needed and begun is not None else None
     return Point(
         context=context,
         budget=budget,
@@ -86,7 +88,7 @@ def point(
         wait_s=outcome.wait_s,
         bytes_read=outcome.mean("bytes_read"),
         bytes_used=used,
-        bytes_scored=outcome.mean("bytes_scored"),
+        bytes_scored=scored,
         bytes_wasted=outcome.mean("bytes_wasted"),
         index_bytes=outcome.mean("index_bytes"),
         sketch_bytes=sketch_bytes,
