@@ -266,6 +266,10 @@ class PrefixCache:
                 self._open.pop(info.key).close()
         return written
 
+    def clear_memory(self) -> None:
+        """Forget the pages that are in memory; what pages are chosen by stays there."""
+        self._memory = Memory(self.config)
+
     def sketches_of(self, segment: Segment) -> tuple[dict[str, jax.Array], ...]:
         """The configured sketch of every layer, padded to a size that programs are made for.
 

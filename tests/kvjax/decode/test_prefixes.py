@@ -123,6 +123,17 @@ def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model
     assert stats.pages == 5
 
 
+def test_memory_may_be_cleared(tmp_path, model, ids, plain):
+    prefixes = stored(tmp_path, model, ids)
+    first = answer(model, ids, prefixes)[1]
+    assert answer(model, ids, prefixes)[1].bytes_read == 0
+    prefixes.clear_memory()
+    tokens, again = answer(model, ids, prefixes)
+    assert tokens == plain
+    assert again.bytes_read == first.bytes_read
+    assert again.sketch_bytes == 0
+
+
 def test_a_prompt_may_fill_the_context(tmp_path, model):
     document = tiny.prompt(1024 - 6 - QUESTION)
     prefixes = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by="all"))
