@@ -163,7 +163,8 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="kvjax-reprefill-") as name:
             folder = pathlib.Path(name)
             say(f"{context} tokens, {method}: storing")
-            loading = dataclasses.replace(config, load_policy="load")
+            whole = pages.keys.nbytes + pages.values.nbytes
+            loading = dataclasses.replace(config, load_policy="load", host_bytes=whole)
             info = PrefixCache(folder, config=loading).put(task.model, task.document, pages)
             if config.reorder:
                 say(f"{context} tokens, {method}: earlier questions")

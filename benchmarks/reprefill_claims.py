@@ -138,7 +138,7 @@ def _at_equal_kl(here: dict[tuple[str, int], Point], context: int) -> list[Row]:
     ours = [p for (method, _), p in here.items() if method == OURS]
     rows = []
     for (method, budget), theirs in here.items():
-        if method not in BASELINES:
+        if method not in BASELINES or not ours:
             continue
         enough = [p for p in ours if p.kl_steps <= max(theirs.kl_steps, NOISE)]
         best = min(enough, key=lambda p: p.bytes_read or 0, default=None)

@@ -133,9 +133,12 @@ def stored(
     say: Callable[[str], None],
     kind: type[PrefixCache] = PrefixCache,
 ) -> Outcome:
-    """Re-prefill from a store, from disk each time."""
-    cold = kind(folder, config=dataclasses.replace(config, host_bytes=0))
-    return _measured(task, _loader(task, cold, folder), forced, say, repeats=task.repeats)
+    """Re-prefill from a store, from disk each time.
+
+    Memory is empty when a question begins; within one, what was read to choose by serves to attend.
+    """
+    run = _loader(task, kind(folder, config=config), folder, cold=True)
+    return _measured(task, run, forced, say, repeats=task.repeats)
 
 
 def hits(task: Task, folder: pathlib.Path, config: PrefixConfig) -> Hits:
@@ -159,9 +162,13 @@ def reorder(task: Task, folder: pathlib.Path, config: PrefixConfig) -> None:
     prefixes.reorder()
 
 
-def _loader(task: Task, prefixes: PrefixCache, folder: pathlib.Path) -> Callable[..., Any]:
+def _loader(
+    task: Task, prefixes: PrefixCache, folder: pathlib.Path, *, cold: bool = False
+) -> Callable[..., Any]:
     def run(ids: list[int]) -> tuple[DecodeState, Shapes, PrefixStats, float]:
         drop_page_cache(folder)
+        if cold:
+            prefixes.clear_memory()
         meter = Meter()
         found = prefixes.prefill(
             task.model, ids, task.shapes(ids), limits=rules(task.model).limits, meter=meter
