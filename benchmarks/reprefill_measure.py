@@ -213,7 +213,7 @@ def _answer(model: Model, state: DecodeState, shapes: Shapes, forced: list[int] 
     given = free if forced is None else jnp.asarray(forced[:STEPS], jnp.int32)
     program, _ = compiled(_decode, (model.graphdef, shapes), *arguments, free)
     own_logprobs, own = jax.device_get(program(*arguments, free))
-    if forced is None:
+    if forced is None or own.tolist() == forced[:STEPS]:
         return Answer(own_logprobs, own.tolist())
     logprobs, _ = jax.device_get(program(*arguments, given))
     return Answer(logprobs, own.tolist())
