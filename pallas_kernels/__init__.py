@@ -4,6 +4,7 @@ from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from kvjax.pallas_kernels.sparse_paged_attention import sparse_paged_attention
 from kvjax.pallas_kernels.support import (
     IMPLEMENTATIONS,
     OPERATIONS,
@@ -12,17 +13,20 @@ from kvjax.pallas_kernels.support import (
     target_platform,
 )
 from kvjax.pallas_kernels.validate import check_ragged, check_tables
+from kvjax.pallas_kernels.validate_lists import check_page_lists
 
 __all__ = [
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "AttentionOutput",
     "Implementation",
+    "check_page_lists",
     "check_ragged",
     "check_tables",
     "merge_attention",
     "paged_attention",
     "ragged_paged_attention",
+    "sparse_paged_attention",
     "supported",
     "target_platform",
 ]

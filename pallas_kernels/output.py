@@ -18,7 +18,8 @@ class AttentionOutput(NamedTuple):
         lse: float32 [T, Hq], the natural logarithm of the sum of exp(score) over the visible keys
             and, with `sink_logits`, the sink; -inf where there is neither.
         page_max: float32 [T, Hq, M], the greatest visible score in each page of the query's block
-            table; -inf where no key of the page is visible. None unless statistics were asked for.
+            table (or list: M is K); -inf where no key of the page is visible. None unless
+            statistics were asked for.
         page_sum: float32 [T, Hq, M], the sum of exp(score - page_max) over the page's visible
             keys; 0 where none is. None unless statistics were asked for.
     """

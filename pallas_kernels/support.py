@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 from jax.typing import DTypeLike
 
-Operation = Literal["paged_attention", "ragged_paged_attention", "merge_attention"]
+Operation = Literal[
+    "paged_attention", "ragged_paged_attention", "sparse_paged_attention", "merge_attention"
+]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)

@@ -48,7 +48,7 @@ def check_arrays(
     ):
         if 0 in array.shape and not (name.endswith("_pages") and array.shape[2] == 0):
             raise ValueError(f"{name} has shape {array.shape}; every axis needs at least one entry")
-    _check_pages(q, k_pages, v_pages)
+    check_pools(q, k_pages, v_pages)
     batch = block_tables.shape[0]
     for name, rows in per_sequence.items():
         if rows is None:
@@ -67,7 +67,8 @@ def check_arrays(
         )
 
 
-def _check_pages(q: Array, k_pages: Array, v_pages: Array) -> None:
+def check_pools(q: Array, k_pages: Array, v_pages: Array) -> None:
+    """Check queries and pools, of the right ranks and dtypes, against each other."""
     if k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"v_pages is {v_pages.dtype} and k_pages is {k_pages.dtype}; they must be the same"

@@ -25,6 +25,7 @@ def attend_work(
     out_dtype: jnp.dtype,
     decode: bool,
     interpret: bool | pltpu.InterpretParams,
+    page_tokens: Int32[Array, "B M"] | None = None,
 ) -> AttentionOutput:
     """Lay queries out for the kernel, run it, and arrange what it wrote.
 
@@ -40,6 +41,8 @@ def attend_work(
         out_dtype: of the output.
         decode: whether every sequence has one query.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
+        page_tokens: int32 [B, M], tokens that count of the pages past an item's `end_slot`; None
+            means none.
 
     Returns:
         The `AttentionOutput` without attention sinks; rows that the list does not know are empty.
@@ -60,6 +63,7 @@ def attend_work(
         out_dtype=out_dtype,
         decode=decode,
         interpret=interpret,
+        page_tokens=page_tokens,
     )
     out, lse = _from_rows(written.out, written.lse, num_queries, group, tiles)
     if written.raw is None:

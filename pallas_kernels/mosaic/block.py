@@ -41,6 +41,8 @@ class BlockFolder(NamedTuple):
         tiles: the sizes.
         masking: the options.
         decode: whether no item is longer than a window of rows.
+        page_tokens: flattened like the block tables, a ref in scalar memory: how many of the first
+            slots of each page at or past an item's `end_slot` its queries see; None means none.
     """
 
     q: Any
@@ -50,6 +52,7 @@ class BlockFolder(NamedTuple):
     tiles: Tiles
     masking: Masking
     decode: bool
+    page_tokens: Any = None
 
     def fold(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
         """Fold an item's block, which lies in `buffer`, into the item's rows.
@@ -57,7 +60,10 @@ class BlockFolder(NamedTuple):
         An item of few rows (a decode, the end of a chunk) computes one window of rows, a longer
         one as many chunks as it touches; statistics are always kept by window.
         """
-        self._clean_values(item, block, buffer)
+        if self.page_tokens is None:
+            self._clean_values(item, block, buffer)
+        else:
+            self._clean_listed_values(item, block, buffer)
         work, tiles, writer = self.stream.work, self.tiles, self.writer
         first_row = work.first_query[item] * tiles.group
         last_row = work.end_query[item] * tiles.group - 1
@@ -109,6 +115,8 @@ class BlockFolder(NamedTuple):
         visible = visible_slots(
             slots, position, limit, window=masking.window, sink_tokens=masking.sink_tokens
         )
+        if self.page_tokens is not None:
+            visible |= mine & (slots < self._listed_end(slots, item, block))
 
         def per_head(head: Scalar, _: None) -> None:
             queries = self.q[head, rows]
@@ -135,6 +143,53 @@ class BlockFolder(NamedTuple):
         skipped = (work.window_page[item] - work.sink_pages[item]) * page_size
         slots: Array = place + jnp.where(place < work.sink_pages[item] * page_size, 0, skipped)
         return slots
+
+    def _listed_end(
+        self, slots: Int32[Array, "..."], item: Scalar, block: Scalar
+    ) -> Int32[Array, "..."]:
+        """Where what counts of each slot's page ends; 0 for pages that are whole or not there."""
+        _, pages, page_size, _ = self.stream.k_buffer.shape[1:]
+
+        def add(page: Scalar, ends: Array) -> Array:
+            first, tokens = (block * pages + page) * page_size, self._tokens(item, block, page)
+            inside = (slots >= first) & (slots < first + page_size)
+            return jnp.where(inside, first + tokens, ends)
+
+        whole = lax.div(self.stream.work.end_slot[item], page_size)
+        there = self.stream.work.num_pages[item] - block * pages
+        ends: Array = lax.fori_loop(
+            jnp.maximum(whole - block * pages, 0),
+            jnp.minimum(there, pages),
+            add,
+            jnp.zeros(slots.shape, jnp.int32),
+        )
+        return ends
+
+    def _tokens(self, item: Scalar, block: Scalar, page: Scalar) -> Scalar:
+        """How many slots count of a block's page that is not whole."""
+        entry = block * self.stream.block_pages + page
+        tokens: Scalar = self.page_tokens[self.stream.work.table_start[item] + entry]
+        return tokens
+
+    def _clean_listed_values(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
+        """Put 0 for values past what counts of a page, and in pages that were not fetched."""
+        stream = self.stream
+        kv_heads, pages, page_size, width = stream.v_buffer.shape[1:]
+        whole = lax.div(stream.work.end_slot[item], page_size)
+        there = stream.work.num_pages[item] - block * pages
+        offset = lax.broadcasted_iota(jnp.int32, (page_size, width), 0)
+
+        def clean(index: Scalar, _: None) -> None:
+            head, page = lax.rem(index, kv_heads), lax.div(index, kv_heads)
+            # A page that is not there has no entry either: a list may end before the block does.
+            read = self._tokens(item, block, jnp.minimum(page, there - 1))
+            tokens = jnp.where(page < there, read, 0)
+            values = stream.v_buffer[buffer, head, page].astype(jnp.float32)
+            values = jnp.where(offset < tokens, values, 0.0).astype(stream.v_buffer.dtype)
+            stream.v_buffer[buffer, head, page] = values
+
+        first = jnp.maximum(whole - block * pages, 0)
+        lax.fori_loop(jnp.minimum(first, pages) * kv_heads, pages * kv_heads, clean, None)
 
     def _clean_values(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
         """Put 0 for values that no query of the item may see: 0 * NaN would be NaN.

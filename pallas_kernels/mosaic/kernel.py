@@ -45,6 +45,7 @@ def run_kernel(
     out_dtype: jnp.dtype,
     decode: bool,
     interpret: bool | pltpu.InterpretParams,
+    page_tokens: Int32[Array, "B M"] | None = None,
 ) -> KernelOutput:
     """Run the kernel.
 
@@ -60,6 +61,8 @@ def run_kernel(
         out_dtype: of the output.
         decode: whether no item is longer than a window of rows.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
+        page_tokens: int32 [B, M], tokens that count of the pages past an item's `end_slot`; None
+            means none.
 
     Returns:
         The `KernelOutput`.
@@ -99,9 +102,18 @@ def run_kernel(
             pltpu.SMEM((1,), jnp.int32),
             pltpu.SemaphoreType.DMA(()),
         ]
-    scalars = (work_list.block_items, *work_list.work, block_tables.reshape(-1))
+    scalars = [work_list.block_items, *work_list.work, block_tables.reshape(-1)]
+    name = "paged_attention" if decode else "ragged_paged_attention"
+    if page_tokens is not None:
+        scalars.append(page_tokens.reshape(-1))
+        name = "sparse_paged_attention"
     body = functools.partial(
-        _body, tiles=tiles, masking=masking, statistics=num_windows > 0, decode=decode
+        _body,
+        tiles=tiles,
+        masking=masking,
+        listed=page_tokens is not None,
+        statistics=num_windows > 0,
+        decode=decode,
     )
     out, lse, *raw = pl.pallas_call(
         body,
@@ -119,23 +131,26 @@ def run_kernel(
             vmem_limit_bytes=tiles.vmem_bytes,
         ),
         interpret=interpret,
-        name="paged_attention" if decode else "ragged_paged_attention",
+        name=name,
     )(*scalars, q, k_pages, v_pages)
     return KernelOutput(out, lse, raw[0] if raw else None)
 
 
-def _body(*refs: Any, tiles: Tiles, masking: Masking, statistics: bool, decode: bool) -> None:
+def _body(
+    *refs: Any, tiles: Tiles, masking: Masking, listed: bool, statistics: bool, decode: bool
+) -> None:
     """Compute one query block; `refs` are scalars, inputs, outputs and scratch, in that order."""
     num_work = len(Work._fields)
     block_items, *left = refs
     work, tables, left = Work(*left[:num_work]), left[num_work], left[num_work + 1 :]
+    page_tokens = left.pop(0) if listed else None
     q, k_pages, v_pages, out, lse, *left = left
     raw = left.pop(0) if statistics else None
     k_buffer, v_buffer, semaphores, running, weighted, *left = left
     writer = StatisticsWriter(raw, *left) if statistics else None
     stream = PageStream(work, tables, k_pages, v_pages, k_buffer, v_buffer, semaphores)
     accumulators = Accumulators(running, weighted)
-    folder = BlockFolder(q, stream, accumulators, writer, tiles, masking, decode)
+    folder = BlockFolder(q, stream, accumulators, writer, tiles, masking, decode, page_tokens)
     step = pl.program_id(0)
 
     @pl.when(step == 0)

@@ -60,15 +60,43 @@ def rows_per_kernel(batch: int, table_width: int, num_blocks: int) -> int:
     Raises:
         ValueError: not even one block table fits.
     """
-    words_per_item = len(Work._fields) + 1
-    left = SCALAR_WORDS - num_blocks * words_per_item
-    rows = left // (table_width + words_per_item)
+    rows, most_entries = _fitting(table_width, num_blocks)
     if rows < 1:
         raise ValueError(
             f"block_tables has {table_width} entries a row; a TPU's scalar memory holds "
-            f"{max(left - words_per_item, 0)} beside this call's work list: use larger pages"
+            f"{most_entries} beside this call's work list: use larger pages"
         )
     return min(rows, batch)
+
+
+def lists_per_kernel(lists: int, list_width: int, num_blocks: int) -> int:
+    """Say how many page lists, with their token counts, one kernel can take.
+
+    Args:
+        lists: lists of the call.
+        list_width: entries of a list.
+        num_blocks: query blocks of the call.
+
+    Returns:
+        A number from 1 to `lists`.
+
+    Raises:
+        ValueError: not even one list fits.
+    """
+    rows, most_words = _fitting(2 * list_width, num_blocks)
+    if rows < 1:
+        raise ValueError(
+            f"page_ids has {list_width} entries a list; a TPU's scalar memory holds "
+            f"{most_words // 2} beside this call's work list: choose fewer pages"
+        )
+    return min(rows, lists)
+
+
+def _fitting(words: int, num_blocks: int) -> tuple[int, int]:
+    """Rows of so many words that fit beside a work list, and the most words of one row."""
+    words_per_item = len(Work._fields) + 1
+    left = SCALAR_WORDS - num_blocks * words_per_item
+    return left // (words + words_per_item), max(left - words_per_item, 0)
 
 
 class WorkList(NamedTuple):
@@ -148,9 +176,6 @@ def decode_work(
     Returns:
         The list.
     """
-    batch = lengths.shape[0]
-    item = jnp.arange(batch, dtype=jnp.int32)
-    num_blocks = -(-batch // block_tokens)
     pages = visible_pages(
         query_positions,
         jnp.ones_like(lengths),
@@ -159,16 +184,63 @@ def decode_work(
         window=window,
         sink_tokens=sink_tokens,
     )
+    return _one_query_each(query_positions, pages, table_width, block_tokens, block_pages)
+
+
+def list_work(
+    page_tokens: Int32[Array, "L K"],
+    *,
+    block_tokens: int,
+    block_pages: int,
+    page_size: int,
+) -> WorkList:
+    """List the work of one query a list of pages: item l is list l.
+
+    `end_slot` ends the whole pages; `BlockFolder.page_tokens` says what counts of the others.
+
+    Args:
+        page_tokens: int32 [L, K], tokens of each page that count: whole pages first, then those of
+            which a part counts, then none.
+        block_tokens: queries a query block holds.
+        block_pages: pages of a KV block.
+        page_size: tokens a page.
+
+    Returns:
+        The list.
+    """
+    whole = jnp.sum(page_tokens == page_size, axis=1, dtype=jnp.int32)
+    end_slot = whole * page_size
+    nothing = jnp.zeros_like(whole)
+    some = jnp.sum(page_tokens > 0, axis=1, dtype=jnp.int32)
+    return _one_query_each(
+        end_slot,
+        (end_slot, nothing, nothing, some),
+        page_tokens.shape[1],
+        block_tokens,
+        block_pages,
+    )
+
+
+def _one_query_each(
+    positions: Int32[Array, "W"],
+    pages: tuple[Int32[Array, "W"], Int32[Array, "W"], Int32[Array, "W"], Int32[Array, "W"]],
+    table_width: int,
+    block_tokens: int,
+    block_pages: int,
+) -> WorkList:
+    """Make every row of the tables an item of one query."""
+    batch = positions.shape[0]
+    item = jnp.arange(batch, dtype=jnp.int32)
     work = _linked(
         table_start=item * table_width,
         first_query=item % block_tokens,
         end_query=item % block_tokens + 1,
-        first_position=query_positions,
+        first_position=positions,
         pages=pages,
         block_pages=block_pages,
-        num_windows=jnp.ones_like(lengths),
+        num_windows=jnp.ones_like(positions),
     )
-    starts = jnp.arange(num_blocks + 1, dtype=jnp.int32) * block_tokens
+    starts = jnp.arange(-(-batch // block_tokens) + 1, dtype=jnp.int32) * block_tokens
     return WorkList(work, jnp.minimum(starts, batch), item, jnp.ones((batch,), bool))
 
 

@@ -1,0 +1,84 @@
+"""Sparse paged attention in plain XLA: a loop over the blocks of the lists that hold anything.
+
+A block is a run of columns of one sequence's lists, all KV heads together. Blocks without a token
+are not visited, wherever in the lists they stand, so time follows what is listed and not K. Each
+block leaves a partial softmax, as in `paged_attention`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.pallas_kernels.block_walk import BLOCK_TOKENS, Plan, attend_blocks
+from kvjax.pallas_kernels.output import AttentionOutput
+
+
+def sparse_paged_attention_xla(
+    q: Float[Array, "B Hq D"],
+    k_pages: Float[Array, "N Hkv P D"],
+    v_pages: Float[Array, "N Hkv P Dv"],
+    page_ids: Int32[Array, "B Hkv K"],
+    page_tokens: Int32[Array, "B Hkv K"],
+    *,
+    scale: float,
+    sink_logits: Float[Array, "Hq"] | None,
+    soft_cap: float | None,
+    page_stats: bool,
+) -> AttentionOutput:
+    """Attend to the listed pages; the contract is that of `sparse_paged_attention`.
+
+    Args:
+        q: [B, Hq, D].
+        k_pages: [N, Hkv, P, D].
+        v_pages: [N, Hkv, P, Dv].
+        page_ids: int32 [B, Hkv, K], all from 0 to N - 1.
+        page_tokens: int32 [B, Hkv, K], from 0 to P; 0 where there is no page.
+        scale: factor of the scores.
+        sink_logits: [Hq] or None.
+        soft_cap: bound of the scores, or None.
+        page_stats: whether to return page statistics.
+
+    Returns:
+        The `AttentionOutput`, T = B.
+    """
+    page_size = k_pages.shape[2]
+    batch, kv_heads, width = page_ids.shape
+    pages = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
+    columns = -(-width // pages)
+
+    def by_block(lists: Int32[Array, "B Hkv K"]) -> Int32[Array, "blocks Hkv pages"]:
+        lists = jnp.pad(lists, ((0, 0), (0, 0), (0, columns * pages - width)))
+        lists = lists.reshape(batch, kv_heads, columns, pages).swapaxes(1, 2)
+        return lists.reshape(batch * columns, kv_heads, pages)
+
+    tokens = by_block(page_tokens)
+    used = (tokens > 0).any(axis=(1, 2))
+    order = jnp.argsort(~used, stable=True).astype(jnp.int32)
+    tokens = tokens[order]
+    plan = Plan(
+        pages=by_block(page_ids)[order],
+        row=order // columns,
+        column=order % columns,
+        length=used.sum(dtype=jnp.int32),
+    )
+    slot = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+
+    def visible(i: Int32[Array, ""]) -> Bool[Array, "Hkv tokens"]:
+        return (slot < tokens[i][..., None]).reshape(kv_heads, pages * page_size)
+
+    result = attend_blocks(
+        q,
+        k_pages,
+        v_pages,
+        plan,
+        visible,
+        columns=columns,
+        scale=scale,
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+        page_stats=page_stats,
+    )
+    if result.page_max is None or result.page_sum is None:
+        return result
+    return result._replace(
+        page_max=result.page_max[:, :, :width], page_sum=result.page_sum[:, :, :width]
+    )
