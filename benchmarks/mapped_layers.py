@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.decode import PrefixCache
 from kvjax.decode.memory import Reading
+from kvjax.decode.near_memory import Near
 from kvjax.model import Model
 from kvjax.storage.prefetch import ReadCounts
 from kvjax.storage.segment import Segment
@@ -70,7 +71,7 @@ class MappedPrefixes(PrefixCache):
     def _reading(self, segment: Segment, model: Model) -> Iterator[Reading]:
         path = pathlib.Path(self.store.url.removeprefix("file://")) / f"{segment.info.key}.flat"
         with MappedReader(path, segment) as reader:
-            yield Reading(reader, None)
+            yield Reading(reader, Near(None, None))
 
     def prefill(self, *arguments: Any, **options: Any) -> Any:
         """As the base class; every unit that was touched counts as read."""

@@ -50,7 +50,8 @@ class Prefetcher:
         from several threads. `Segment.read` is one.
       tiers: where units are kept; their shape and dtype are what a read must bring.
       segment: the segment's key, under which the tiers keep its units.
-      on_device: rows of device memory in which units are for as long as this prefetcher is used.
+      near: rows of memory that programs read, in which units are for as long as this prefetcher
+        is used; device memory's come first, as in the tiers.
       threads: threads that start reads, and speculative batches under way at once.
       max_in_flight_bytes: bound on speculation queued, under way, or read and neither collected
         nor cancelled.
@@ -66,7 +67,7 @@ class Prefetcher:
         tiers: Tiers,
         *,
         segment: str = "",
-        on_device: Mapping[UnitId, int] | None = None,
+        near: Mapping[UnitId, int] | None = None,
         threads: int = 4,
         max_in_flight_bytes: int = 64 << 20,
         timeout_s: float = 30.0,
@@ -76,7 +77,7 @@ class Prefetcher:
         self._tiers = tiers
         self._segment = tiers.segment(segment)
         self._timeout_s = timeout_s
-        self._on_device = on_device or {}
+        self._near = near or {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._tickets: dict[int, _Ticket] = {}
@@ -206,8 +207,8 @@ class Prefetcher:
         """
         self._tiers.touch(pack_units(self._segment, units).tolist(), mass, important)
 
-    def device_rows(self, units: np.ndarray) -> np.ndarray:
-        """Where units are in device memory.
+    def rows_near(self, units: np.ndarray) -> np.ndarray:
+        """Where units are in memory that programs read.
 
         Args:
           units: integers [n, 4].
@@ -216,21 +217,23 @@ class Prefetcher:
           int32 [n], the row of each, -1 where it is not there.
         """
         ids = pack_units(self._segment, units).tolist()
-        return np.array([self._on_device.get(unit, -1) for unit in ids], np.int32)
+        return np.array([self._near.get(unit, -1) for unit in ids], np.int32)
 
-    def took_from_device(self, units: np.ndarray) -> None:
-        """Counts units as used that were not issued because they are in device memory.
+    def took_near(self, units: np.ndarray) -> None:
+        """Counts units as used that were not issued because `rows_near` has them.
 
         Args:
           units: integers [n, 4].
         """
         ids = pack_units(self._segment, units).tolist()
         self._tiers.used(ids)
+        on_device = sum(self._near[unit] < self._tiers.device_units for unit in ids)
         with self._lock:
             self._counts = dataclasses.replace(
                 self._counts,
                 needed=self._counts.needed + len(ids),
-                device_hits=self._counts.device_hits + len(ids),
+                device_hits=self._counts.device_hits + on_device,
+                host_hits=self._counts.host_hits + len(ids) - on_device,
             )
 
     def counts(self) -> ReadCounts:

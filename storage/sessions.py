@@ -29,12 +29,12 @@ class Reader(Protocol):
         """Wait for a ticket's units: [n, *unit shape], in the order asked."""
         ...
 
-    def device_rows(self, units: Ids) -> Ids:
-        """[n], the row of each unit in device memory, -1 where it is not."""
+    def rows_near(self, units: Ids) -> Ids:
+        """[n], the row of each unit in memory that the program reads, -1 where it is not."""
         ...
 
-    def took_from_device(self, units: Ids) -> None:
-        """Count units as used that were not issued because they are in device memory."""
+    def took_near(self, units: Ids) -> None:
+        """Count units as used that were not issued because `rows_near` has them."""
         ...
 
     def touch(self, units: Ids, mass: NDArray[Any], important: NDArray[Any]) -> None:
@@ -54,7 +54,7 @@ class PageReads:
       pages: N, pages of the prefix; ids at or past it name no page.
       period: layers a period; a choice is guessed for the rest of its period, and the last
         layer's for the next period.
-      device_rows: rows of device memory in which the reader's units may be.
+      near_rows: rows of memory that the program reads by itself, if any.
       key_stride: layers from one that reads keys to choose by to the next.
       speculate: whether to guess at all.
 
@@ -74,7 +74,7 @@ class PageReads:
         heads: int,
         pages: int,
         period: int = 4,
-        device_rows: int = 0,
+        near_rows: int = 0,
         key_stride: int = 1,
         speculate: bool = True,
     ) -> None:
@@ -84,7 +84,7 @@ class PageReads:
         self._page_bytes = self._page * self._dim * dtype.itemsize  # keys or values of one head
         self._layers, self._heads, self._pages = layers, heads, pages
         self._period = period
-        self._device_rows = device_rows
+        self._near_rows = near_rows
         self._speculate = speculate
         self._plans: dict[int, tuple[Ids, Ids]] = {}
         self.failure: BaseException | None = None
@@ -127,7 +127,7 @@ class PageReads:
     def issue_missing(
         self, layer: int, ids: Ids, *, mass: Weights, important: Weights
     ) -> tuple[int, Ids, NDArray[np.bool_]]:
-        """Start reading what is not in device memory of a layer's pages, and guess as `issue` does.
+        """Start reading those of a layer's pages that are not near, and guess as `issue` does.
 
         Args:
           layer: 0 to layers - 1.
@@ -136,11 +136,11 @@ class PageReads:
           important: float32 [H, K], the share of each page's tokens that are attended to.
 
         Returns:
-          A ticket, or -1 once a read has failed; int32 [2, H, K], the rows of device memory with
-          each page's keys and values, `device_rows` where it is not there; and bool [H, K], which
-          pages are to be collected.
+          A ticket, or -1 once a read has failed; int32 [2, H, K], the rows of near memory with each
+          page's keys and values, `near_rows` where it is not there; and bool [H, K], which pages
+          are to be collected.
         """
-        rows = np.full((2, *ids.shape), self._device_rows, np.int32)
+        rows = np.full((2, *ids.shape), self._near_rows, np.int32)
         nothing = np.zeros(ids.shape, np.bool_)
         if self.failure is not None:
             return -1, rows, nothing
@@ -148,17 +148,17 @@ class PageReads:
             self._touch(layer, ids, mass, important)
             units, where = self._units(layer, ids, to_choose=False)
             by_kind = units.reshape(3 - self._kinds, -1, 4)  # keys and values are apart, or not
-            found = self._reader.device_rows(units).reshape(by_kind.shape[:2])
+            found = self._reader.rows_near(units).reshape(by_kind.shape[:2])
             whole = (found >= 0).all(axis=0)
-            self._reader.took_from_device(by_kind[:, whole].reshape(-1, 4))
-            rows[:, ids < self._pages] = np.where(whole, found, self._device_rows)[:, where]
-            self.bytes_used += int(np.count_nonzero(rows < self._device_rows)) * self._page_bytes
-            missing = (ids < self._pages) & (rows[0] == self._device_rows)
+            self._reader.took_near(by_kind[:, whole].reshape(-1, 4))
+            rows[:, ids < self._pages] = np.where(whole, found, self._near_rows)[:, where]
+            self.bytes_used += int(np.count_nonzero(rows < self._near_rows)) * self._page_bytes
+            missing = (ids < self._pages) & (rows[0] == self._near_rows)
             rest = np.where(missing, ids, self._pages)
             return self._start(layer, rest, ids, to_choose=False), rows, missing
         except (OSError, ValueError, RuntimeError) as error:
             self.failure = error
-            return -1, np.full_like(rows, self._device_rows), nothing
+            return -1, np.full_like(rows, self._near_rows), nothing
 
     def collect(
         self, ticket: int, layer: int, ids: Ids, *, to_choose: bool = False

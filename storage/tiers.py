@@ -33,12 +33,12 @@ class TierCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceRows:
-    """What the device tier holds, for who keeps a copy of it in device memory."""
+class Changes:
+    """What the tiers hold, for who keeps a copy of it. Rows of the device tier come first."""
 
     rows: np.ndarray  # int32 [m], ascending: those whose contents changed
     data: np.ndarray  # [m, *unit_shape], their contents, an array of the caller's own
-    units: dict[UnitId, int]  # the row of every unit of the device tier
+    units: dict[UnitId, int]  # the row of every unit
 
 
 class _Tier:
@@ -92,7 +92,7 @@ class Tiers:
         self._host = _Tier(on_device, on_host)
         self._order = [tier for tier in (self._device, self._host) if tier.capacity]
         self._arena = np.empty((on_device + on_host, self.unit_bytes), np.uint8)
-        self._changed: set[int] = set()  # rows of the device tier
+        self._changed: set[int] = set()  # rows
         self._lock = threading.Lock()
         self._stamps = itertools.count()
         self._pins: dict[UnitId, tuple[int, Rank]] = {}  # how often, and the rank to return to
@@ -124,18 +124,26 @@ class Tiers:
         """Rows of the device tier."""
         return self._device.capacity
 
-    def take_device_changes(self, *, whole: bool = False) -> DeviceRows:
-        """What changed in the device tier since the last call.
+    @property
+    def host_units(self) -> int:
+        """Rows of the host tier."""
+        return self._host.capacity
+
+    def take_changes(self, below: int, *, whole: bool = False) -> Changes:
+        """What changed since the last call.
 
         Args:
+          below: only rows below this number count, such as those of the device tier.
           whole: whether every row in use counts as changed.
         """
         with self._lock:
-            units = dict(self._device.slots)
-            rows = np.array(sorted(units.values() if whole else self._changed), np.int32)
+            slots = (*self._device.slots.items(), *self._host.slots.items())
+            units = {unit: row for unit, row in slots if row < below}
+            changed = units.values() if whole else (row for row in self._changed if row < below)
+            rows = np.array(sorted(changed), np.int32)
             self._changed.clear()
             data = self._arena[rows].view(self.dtype).reshape(len(rows), *self.unit_shape)
-        return DeviceRows(rows, data, units)
+        return Changes(rows, data, units)
 
     def counts(self) -> TierCounts:
         """What the tiers hold and did."""
@@ -254,6 +262,7 @@ class Tiers:
                 return
             slot = self._host.free.pop()
             self._arena[slot] = self._bytes_of(np.ascontiguousarray(data)[None])[0]
+            self._changed.add(slot)
             self._host.slots[unit] = slot
             self._host.ranking.set(unit, (-math.inf, next(self._stamps)))
 
@@ -333,8 +342,7 @@ class Tiers:
             sinks = lowest is not None and tier is self._device and self._host.capacity > 0
             sinking = self._arena[slot].copy() if sinks else payload
             self._arena[slot] = payload
-            if tier is self._device:
-                self._changed.add(slot)
+            self._changed.add(slot)
             tier.slots[unit] = slot
             tier.ranking.set(unit, rank)
             kept |= unit == newcomer

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from kvjax.decode.device_tier import read_missing
 from kvjax.decode.fetch import Worth, collect, issue
+from kvjax.decode.near_memory import Near
+from kvjax.decode.read_missing import read_missing
 from kvjax.decode.reordering import note
 from kvjax.models import ModelConfig
 from kvjax.policies import (
@@ -32,7 +33,7 @@ class StoredPrefix:
     pages: Int32[Array, ""]  # pages that exist, at most N
     count: Int32[Array, ""]  # pages to choose, at most K
     handle: Int32[Array, ""]  # of the reads
-    pool: Float[Array, "S layers heads kinds P D"] | None = None  # units in device memory
+    near: Near  # what needs no reading
 
 
 class Asked(NamedTuple):
@@ -225,8 +226,8 @@ class ByTokens:
 
 
 def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Got:
-    if prefix.pool is not None:
-        return Got(*read_missing(prefix.pool, prefix.handle, asked.layer, ids, worth, asked.page))
+    if prefix.near.rows:
+        return Got(*read_missing(prefix.near, prefix.handle, asked.layer, ids, worth, asked.page))
     ticket = issue(prefix.handle, asked.layer, ids, worth)
     return Got(*collect(prefix.handle, ticket, asked.layer, ids, asked.page))
 

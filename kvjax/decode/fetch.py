@@ -43,20 +43,19 @@ def issue(
 
 
 def issue_missing(
-    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], worth: Worth, rows: int
+    handle: Int32[Array, ""], layer: int, ids: Int32[Array, "Hkv K"], worth: Worth
 ) -> tuple[Int32[Array, ""], Int32[Array, "two Hkv K"], Bool[Array, "Hkv K"]]:
-    """Start reading those pages of a layer that are not in device memory; returns at once.
+    """Start reading those pages of a layer that are not near; returns at once.
 
     Args:
       handle: of the open `PageReads`.
       layer: whose pages.
       ids: pages of the prefix for each KV head; N or more is none.
       worth: of these pages.
-      rows: S, rows of device memory.
 
     Returns:
-      A ticket for `collect`, -1 once a read has failed; the rows of device memory with each page's
-      keys and values, S where it is not there; and which pages are to be collected.
+      A ticket for `collect`, -1 once a read has failed; the rows of near memory with each page's
+      keys and values, past all rows where it is not there; and which pages are to be collected.
     """
     shapes = (
         jax.ShapeDtypeStruct((), jnp.int32),

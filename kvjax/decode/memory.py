@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
 
-from kvjax.decode.device_pool import DevicePool
+from kvjax.decode.near_memory import Near, NearMemory
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.model import Model
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru, Policy
@@ -20,7 +19,7 @@ class Reading(NamedTuple):
     """How one call reads a stored prefix."""
 
     reader: Any  # a `Prefetcher`, or what serves as one
-    pool: Float[Array, "S layers heads kinds P D"] | None  # units in device memory, if any may be
+    near: Near  # what the program reads by itself
 
 
 class Memory:
@@ -33,13 +32,13 @@ class Memory:
     def __init__(self, config: PrefixConfig) -> None:
         self._config = config
         self._tiers: dict[Any, Tiers] = {}
-        self._pools: dict[Any, DevicePool] = {}
+        self._near: dict[Any, NearMemory] = {}
 
     @contextlib.contextmanager
     def reading(self, segment: Segment, model: Model) -> Iterator[Reading]:
-        """A reader of a segment for one call, and the device memory as it is during the call.
+        """A reader of a segment for one call, and near memory as it is during the call.
 
-        Calls that use device memory wait for each other.
+        Calls that use near memory wait for each other.
 
         Args:
           segment: what to read.
@@ -50,23 +49,24 @@ class Memory:
         if place not in self._tiers:
             self._tiers[place] = self._made(segment)
         tiers = self._tiers[place]
-        if not tiers.device_units:
+        pin_host = self._config.pin_host and tiers.host_units > 0
+        if not tiers.device_units and not pin_host:
             with self._reader(segment, tiers, None) as reader:
-                yield Reading(reader, None)
+                yield Reading(reader, Near(None, None))
             return
-        if place not in self._pools:
-            self._pools[place] = DevicePool(tiers, sharding)
-        pool = self._pools[place]
-        with pool.lock, self._reader(segment, tiers, pool) as reader:
-            yield Reading(reader, pool.array)
-            pool.update()
+        if place not in self._near:
+            self._near[place] = NearMemory(tiers, sharding, pin_host=pin_host)
+        memory = self._near[place]
+        with memory.lock, self._reader(segment, tiers, memory) as reader:
+            yield Reading(reader, memory.near)
+            memory.update()
 
-    def _reader(self, segment: Segment, tiers: Tiers, pool: DevicePool | None) -> Prefetcher:
+    def _reader(self, segment: Segment, tiers: Tiers, memory: NearMemory | None) -> Prefetcher:
         return Prefetcher(
             segment.read,
             tiers,
             segment=f"{segment.info.key}.{segment.info.created}",  # reordering writes a key again
-            on_device=None if pool is None else pool.units,
+            near=None if memory is None else memory.units,
             timeout_s=self._config.timeout_s,
         )
 

@@ -39,6 +39,8 @@ class PrefixConfig:
       host_bytes: bytes of host memory that keep pages between requests.
       device_bytes: bytes of device memory that do; they are backed by as many bytes of host memory,
         so that a page which leaves the device is not transferred.
+      pin_host: whether pages in host memory are also kept page-locked (JAX's "pinned_host"), as
+        many bytes again, where a program on an accelerator reads them without a call to Python.
       placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
         "lru", "lfu" or IMPRESS's score.
       timeout_s: the longest wait for a read, in seconds.
@@ -59,6 +61,7 @@ class PrefixConfig:
     on_read_failure: Literal["recompute", "fail"] = "recompute"
     host_bytes: int = 256 << 20
     device_bytes: int = 0
+    pin_host: bool = False
     placement: Placement = "attention"
     timeout_s: float = 30.0
 

@@ -399,7 +399,7 @@ class _Call:
             heads=heads,
             pages=self.pages,
             period=self.config.period,
-            device_rows=0 if reading.pool is None else len(reading.pool),
+            near_rows=reading.near.rows,
             key_stride=self.config.period if self.config.who == "period" else 1,
             speculate=self.config.prefetch,
         )
@@ -415,7 +415,7 @@ class _Call:
                 jnp.int32(self.pages),
                 jnp.int32(self.count),
                 jnp.int32(handle),
-                reading.pool,
+                reading.near,
             )
             program = meter.program(
                 _reprefill, static, self.model.params, state, prefix, suffix, **IN_PLACE

@@ -28,10 +28,10 @@ class Reader:
         self.tickets[ticket] = units
         return ticket
 
-    def device_rows(self, units):
+    def rows_near(self, units):
         return np.array([self.on_device.get(tuple(unit), -1) for unit in units.tolist()], np.int32)
 
-    def took_from_device(self, units):
+    def took_near(self, units):
         self.taken.append(units.tolist())
 
     def touch(self, units, mass, important):
@@ -138,8 +138,8 @@ def test_keys_and_values_of_a_page_are_worth_the_same():
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_only_what_is_not_in_device_memory_is_read(layers, heads, kinds):
-    made, reader = reads(layers, heads, kinds, device_rows=50)
+def test_only_what_is_not_near_is_read(layers, heads, kinds):
+    made, reader = reads(layers, heads, kinds, near_rows=50)
     group = 3 // layers
     for kind in range(3 - kinds):  # page 3 is there whole, page 4 has no values if these are apart
         for head in range(HEADS // heads):

@@ -63,6 +63,8 @@ def stored(folder, model, ids, config=LOAD, **options):
         {"placement": "lfu", "host_bytes": 4000},
         {"placement": "impress", "host_bytes": 20_000, "prefetch": False},
         {"device_bytes": 1 << 20, "host_bytes": 0},
+        {"pin_host": True, "who": "layer"},
+        {"device_bytes": 9_000, "host_bytes": 9_000, "pin_host": True, "by": "h2o", "who": "layer"},
         {"device_bytes": 9_000, "host_bytes": 9_000, "who": "period", "period": 2},
         {"device_bytes": 20_000, "by": "keys", "who": "period", "period": 2},
         {"device_bytes": 20_000, "by": "impress", "who": "layer", "placement": "impress"},
@@ -91,12 +93,14 @@ def test_pages_stay_in_device_memory_and_only_changes_go_there(tmp_path, model, 
         assert stats.bytes_used == cold.bytes_used
     assert stats.bytes_read == stats.bytes_wasted  # what a layer guessed for the next
     assert stats.read_amplification is None
-    small = PrefixCache(tmp_path, config=dataclasses.replace(half, device_bytes=10_000))
-    answer(model, ids, small)
-    tokens, stats = answer(model, ids, small)
-    assert tokens == expected
-    assert 0 < stats.device_hits < stats.units
-    assert stats.device_hits + stats.host_hits <= stats.units
+    for pin_host in (False, True):
+        few = dataclasses.replace(half, device_bytes=10_000, pin_host=pin_host)
+        small = PrefixCache(tmp_path, config=few)
+        answer(model, ids, small)
+        tokens, stats = answer(model, ids, small)
+        assert tokens == expected
+        assert 0 < stats.device_hits < stats.units
+        assert (stats.device_hits + stats.host_hits == stats.units) == (host_bytes > 0)
 
 
 def test_reads_bring_what_a_period_chooses_where_it_divides_the_layers():

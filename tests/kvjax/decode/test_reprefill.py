@@ -10,6 +10,7 @@ from flax import nnx
 
 from kvjax.cache import init
 from kvjax.decode.choosing import ByPages, ByTokens, StoredPrefix
+from kvjax.decode.near_memory import Near
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.step import Prompts, prefill_chunk, start
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds
@@ -43,10 +44,10 @@ class Memory:
             self.tickets[ticket] = units
         return ticket
 
-    def device_rows(self, units):
+    def rows_near(self, units):
         return np.array([self.on_device.get(tuple(unit), -1) for unit in units.tolist()], np.int32)
 
-    def took_from_device(self, units):
+    def took_near(self, units):
         self.taken.append(units.tolist())
 
     def touch(self, units, mass, important):
@@ -108,7 +109,7 @@ def run(
     reader=None,
     room=PREFIX_PAGES,
     speculate=True,
-    pool=None,
+    near=Near(None, None),  # noqa: B008  it is never changed
 ):
     keys, values = stored
     reader = reader or Memory(keys, values)
@@ -121,7 +122,7 @@ def run(
         heads=heads,
         pages=PREFIX_PAGES,
         period=2,
-        device_rows=0 if pool is None else len(pool),
+        near_rows=near.rows,
         speculate=speculate,
     )
     sketches = ({"pages": jnp.zeros((PREFIX_PAGES,), jnp.int32)},) * layers
@@ -137,7 +138,7 @@ def run(
 
     @jax.jit
     def program(state, handle):
-        prefix = StoredPrefix(sketches, jnp.int32(PREFIX_PAGES), jnp.int32(count), handle, pool)
+        prefix = StoredPrefix(sketches, jnp.int32(PREFIX_PAGES), jnp.int32(count), handle, near)
         decoder = nnx.merge(model.graphdef, model.params)
         return reprefill(decoder, state, prefix, prompts, room=room, selection=selection)
 
@@ -223,7 +224,8 @@ def test_tokens_tell_which_share_of_a_page_was_wanted(model, tokens, stored):
 
 @pytest.mark.parametrize("share", [0.4, 1])
 @pytest.mark.parametrize("layout", [(1, 1, False), (2, 2, False), (1, 2, True)])
-def test_pages_in_device_memory_are_not_transferred(model, tokens, stored, layout, share):
+def test_pages_that_are_near_are_not_transferred(model, tokens, stored, layout, share):
+    """Some are in device memory, some in page-locked host memory."""
     layers, heads, split = layout
     plain, *_ = run(model, tokens, stored, ByPages(LowBitKeys(3)), 4)
     reader = Memory(*stored, layers=layers, heads=heads, split=split)
@@ -235,9 +237,10 @@ def test_pages_in_device_memory_are_not_transferred(model, tokens, stored, layou
     if len(chosen):
         reader.tickets[-5] = units[chosen]
         pool[: len(chosen)] = reader.collect(-5)
-    state, ok, reads, _ = run(
-        model, tokens, stored, ByPages(LowBitKeys(3)), 4, reader, pool=jnp.asarray(pool)
-    )
+    half = len(pool) // 2
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    near = Near(jnp.asarray(pool[:half]), jax.device_put(pool[half:], pinned))
+    state, ok, reads, _ = run(model, tokens, stored, ByPages(LowBitKeys(3)), 4, reader, near=near)
     assert ok
     np.testing.assert_array_equal(state.hidden, plain.hidden)
     asked = {tuple(unit) for units in reader.demanded for unit in units.tolist()}

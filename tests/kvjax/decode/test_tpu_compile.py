@@ -1,5 +1,6 @@
 """`generate` and `stream` compiled whole for a TPU, on a machine that has none."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,6 +13,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, inputs
 from kvjax.decode.choosing import ByPages, StoredPrefix
 from kvjax.decode.generate import _generate
+from kvjax.decode.near_memory import Near, _with_pinned_rows
 from kvjax.decode.opening import IN_PLACE, _prefill_chunk
 from kvjax.decode.prefixes import _reprefill
 from kvjax.decode.program import compiled
@@ -125,8 +127,8 @@ def test_the_programs_of_a_stream_hand_pools_on_without_a_copy(there, head_dim, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device_rows", [0, 64])
-def test_re_prefill_is_a_program_for_a_tpu(there, device_rows):
+@pytest.mark.parametrize(("device_rows", "pinned_rows"), [(0, 0), (64, 0), (64, 96)])
+def test_re_prefill_is_a_program_for_a_tpu(there, device_rows, pinned_rows):
     """With callbacks in it, packed reads in branches, and the pool written in place."""
     call, room, head_dim = Call(128), 8, 128
     config = call.model.config
@@ -142,13 +144,21 @@ def test_re_prefill_is_a_program_for_a_tpu(there, device_rows):
     sketch = LowBitKeys(3)
     keys = jax.ShapeDtypeStruct((32, kv_heads, 16, head_dim), jnp.bfloat16)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    pool = jax.ShapeDtypeStruct((device_rows, 1, 1, 2, 16, head_dim), jnp.bfloat16)
+    host = there.with_memory_kind("pinned_host")
+    near = Near(
+        *(
+            jax.ShapeDtypeStruct((rows, 1, 1, 2, 16, head_dim), jnp.bfloat16, sharding=place)
+            if rows
+            else None
+            for rows, place in ((device_rows, there), (pinned_rows, host))
+        )
+    )
     prefix = StoredPrefix(
         (jax.eval_shape(sketch.build, keys),) * layers,
         number,
         number,
         number,
-        pool if device_rows else None,
+        Near(None, None),
     )
     limits = jax.ShapeDtypeStruct((1,), jnp.int32)
     cache = jax.eval_shape(lambda: inputs.empty_cache(shapes))
@@ -161,10 +171,25 @@ def test_re_prefill_is_a_program_for_a_tpu(there, device_rows):
             (call.model.graphdef, shapes, room, ByPages(sketch)),
             on(there, call.params),
             state,
-            *on(there, (prefix, suffix)),
+            dataclasses.replace(on(there, prefix), near=near),
+            on(there, suffix),
             **IN_PLACE,
         )
     text = program.as_text()
     assert text.count("tpu_custom_call") >= layers
     assert not call.copies_of_a_pool(text)
     assert ("conditional(" in text) == bool(device_rows)
+    assert ("dynamic-slice-start" in text) == bool(pinned_rows)  # straight from the host's memory
+
+
+@pytest.mark.slow
+def test_page_locked_rows_are_written_in_place_by_a_tpu(there):
+    host = there.with_memory_kind("pinned_host")
+    unit = (1, 1, 2, 16, 128)
+    pinned = jax.ShapeDtypeStruct((256, *unit), jnp.bfloat16, sharding=host)
+    rows, count = on(there, (jnp.zeros((8,), jnp.int32), jnp.int32(0)))
+    data = jax.ShapeDtypeStruct((8, *unit), jnp.bfloat16, sharding=there)
+    write = jax.jit(_with_pinned_rows, donate_argnums=0, out_shardings=host)
+    program = write.lower(pinned, rows, data, count).compile()
+    assert "input_output_alias={ {}: (0, {}" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 2 * 16 * 128 * 2

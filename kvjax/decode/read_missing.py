@@ -1,4 +1,4 @@
-"""Pages of which some are in device memory: only the others are read, in a program."""
+"""Pages of which some are near: only the others are read, in a program."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.decode.fetch import Worth, collect, issue_missing
+from kvjax.decode.near_memory import Near, read_pinned
 
 
 def read_missing(
-    pool: Float[Array, "S layers heads kinds P D"],
+    near: Near,
     handle: Int32[Array, ""],
     layer: int,
     ids: Int32[Array, "Hkv K"],
     worth: Worth,
     page: jax.ShapeDtypeStruct,
 ) -> tuple[Float[Array, "two K Hkv P D"], Bool[Array, ""]]:
-    """Gather a layer's pages from device memory, and what is not there from the host.
+    """Gather a layer's pages from near memory, and what is not there through a callback.
 
     What is not there is packed to the front, and as much is transferred as the next of a few
     sizes: K, K / 2, K / 4, K / 8 pages a head, or nothing.
 
     Args:
-      pool: units in device memory, as `DevicePool` keeps them.
+      near: units in memory that the program reads.
       handle: of the open `PageReads`.
       layer: whose pages.
       ids: pages of the prefix for each KV head; what names no page comes after all that do.
@@ -32,9 +33,14 @@ def read_missing(
     Returns:
       Keys and values, zero where `ids` names no page; and whether they are right.
     """
-    ticket, rows, missing = issue_missing(handle, layer, ids, worth, len(pool))
-    resident = _gather(pool, rows, layer)
+    ticket, rows, missing = issue_missing(handle, layer, ids, worth)
     heads, room = ids.shape
+    resident = jnp.zeros((2, room, heads, *page.shape), page.dtype)
+    device_rows = 0
+    if near.device is not None:
+        resident, device_rows = _gather(near.device, rows, layer), len(near.device)
+    if near.pinned is not None:
+        resident = read_pinned(near.pinned, rows - device_rows, layer, resident)
     order = jnp.argsort(~missing, axis=1, stable=True).astype(jnp.int32)
     front = jnp.take_along_axis(missing, order, axis=1)
     packed = jnp.where(front, jnp.take_along_axis(ids, order, axis=1), NO_PAGE)
@@ -60,10 +66,10 @@ NO_PAGE = 2**31 - 1
 """Past every page of a prefix."""
 
 
-def _gather(pool: Array, rows: Int32[Array, "two Hkv K"], layer: int) -> Array:
-    """[2, K, Hkv, P, D], zero where a row is past the pool."""
-    _, layers, heads, kinds, _, _ = pool.shape
+def _gather(device: Array, rows: Int32[Array, "two Hkv K"], layer: int) -> Array:
+    """[2, K, Hkv, P, D], zero where a row is past those of device memory."""
+    _, layers, heads, kinds, _, _ = device.shape
     kind = jnp.minimum(jnp.arange(2, dtype=jnp.int32), kinds - 1)[:, None, None]
     head = (jnp.arange(rows.shape[1], dtype=jnp.int32) % heads)[None, :, None]
-    both = pool.at[rows, layer % layers, head, kind].get(mode="fill", fill_value=0)
+    both = device.at[rows, layer % layers, head, kind].get(mode="fill", fill_value=0)
     return both.swapaxes(1, 2)
