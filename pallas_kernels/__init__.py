@@ -2,6 +2,7 @@
 
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.page_scores import page_scores
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from kvjax.pallas_kernels.sparse_paged_attention import sparse_paged_attention
@@ -24,6 +25,7 @@ __all__ = [
     "check_ragged",
     "check_tables",
     "merge_attention",
+    "page_scores",
     "paged_attention",
     "ragged_paged_attention",
     "sparse_paged_attention",

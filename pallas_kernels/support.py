@@ -8,7 +8,11 @@ from jax.sharding import get_abstract_mesh
 from jax.typing import DTypeLike
 
 Operation = Literal[
-    "paged_attention", "ragged_paged_attention", "sparse_paged_attention", "merge_attention"
+    "paged_attention",
+    "ragged_paged_attention",
+    "sparse_paged_attention",
+    "merge_attention",
+    "page_scores",
 ]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
@@ -58,7 +62,7 @@ def supported(
         head_dim: width of a query and of a key.
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
-        dtype: of the pages, or of what is merged.
+        dtype: of the pages, of what is merged, or of the pages' representatives.
 
     Returns:
         The reason as a clause that completes "cannot run: ...", or None. What the shapes forbid
@@ -102,7 +106,7 @@ def choose(
         head_dim: width of a query and of a key.
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
-        dtype: of the pages, or of what is merged.
+        dtype: of the pages, of what is merged, or of the pages' representatives.
 
     Returns:
         The name of the implementation to run.

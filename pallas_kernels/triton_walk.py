@@ -78,8 +78,12 @@ def walk_pages(
     """
     _, kv_heads, page_size, head_dim = refs.k_pages.shape
     group, v_head_dim = refs.q.shape[1] // kv_heads, refs.v_pages.shape[3]
-    block_g, block_d, block_v = _block(group), _block(head_dim), _block(v_head_dim)
-    block_p = min(_block(page_size), _block(LARGEST_TILE // max(block_d, block_v)))
+    block_g, block_d, block_v = (
+        padded_block(group),
+        padded_block(head_dim),
+        padded_block(v_head_dim),
+    )
+    block_p = min(padded_block(page_size), padded_block(LARGEST_TILE // max(block_d, block_v)))
 
     member = jnp.arange(block_g, dtype=jnp.int32)
     head = kv_head * group + member
@@ -107,7 +111,7 @@ def walk_pages(
             offset = part + jnp.arange(block_p, dtype=jnp.int32)
             # A block may be wider than what is left of its page.
             visible = (offset < page_size) & visible_of(entry, offset)
-            scores = _dot(q, load(refs.k_pages, page, offset, column, visible), 1)
+            scores = product(q, load(refs.k_pages, page, offset, column, visible), 1)
             if scoring.soft_cap is not None:
                 scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
             scores = jnp.where(visible[None, :], scores, -jnp.inf)
@@ -117,7 +121,7 @@ def walk_pages(
             weights = jnp.exp(scores - _finite(new_top)[:, None])
             fade = jnp.exp(top - _finite(new_top))
             total = total * fade + weights.sum(axis=1)
-            values = values * fade[:, None] + _dot(weights, v, 0)
+            values = values * fade[:, None] + product(weights, v, 0)
             top = new_top
             if refs.page_max is not None:
                 new_page_top = jnp.maximum(page_top, part_top)
@@ -150,8 +154,8 @@ def walk_pages(
     plgpu.store(refs.lse.at[row, head], lse, mask=held)
 
 
-def _dot(left: Any, right: Any, axis: int) -> Any:
-    """Multiply over the last axis of `left` and `axis` of `right`."""
+def product(left: Any, right: Any, axis: int) -> Any:
+    """Multiply over the last axis of `left` and `axis` of `right`, in float32."""
     return jax.lax.dot_general(
         left,
         right.astype(jnp.float32),
@@ -161,7 +165,7 @@ def _dot(left: Any, right: Any, axis: int) -> Any:
     )
 
 
-def _block(size: int) -> int:
+def padded_block(size: int) -> int:
     """Round up to a power of two that Triton takes."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 

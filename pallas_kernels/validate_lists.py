@@ -4,7 +4,15 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
-from kvjax.pallas_kernels.validate import check_float, check_int32, check_pools, concrete
+from kvjax.pallas_kernels.validate import (
+    check_float,
+    check_int32,
+    check_pools,
+    check_positive,
+    concrete,
+)
+
+AGGREGATES = ("max", "sum", "mean", "none")
 
 
 def check_lists(
@@ -50,6 +58,66 @@ def check_lists(
         raise ValueError(
             f"page_tokens has shape {page_tokens.shape}; it must be page_ids', {page_ids.shape}"
         )
+
+
+def check_representatives(
+    q: Float[Array, "B Hq D"],
+    representatives: tuple[Float[Array, "N Hkv D"], ...],
+    block_tables: Int32[Array, "B M"],
+    page_counts: Int32[Array, "B"],
+    *,
+    aggregate: str,
+    scale: float | None,
+) -> float:
+    """Check the arguments of one call of `page_scores`.
+
+    Args:
+        q: [B, Hq, D], float32, bfloat16 or float16.
+        representatives: one or two arrays [N, Hkv, D] of one dtype.
+        block_tables: int32 [B, M].
+        page_counts: int32 [B].
+        aggregate: one of `AGGREGATES`.
+        scale: factor of the scores; None means D ** -0.5.
+
+    Returns:
+        The scale to use.
+
+    Raises:
+        ValueError: any rule is broken; the message names the argument.
+    """
+    check_float("q", q, "[B, Hq, D]")
+    if not isinstance(representatives, tuple) or len(representatives) not in (1, 2):
+        raise ValueError(
+            f"representatives is a {type(representatives).__name__}; it must be a tuple, (mean,) "
+            "or (low, high)"
+        )
+    check_int32("block_tables", block_tables, "[B, M]")
+    check_int32("page_counts", page_counts, "[B]")
+    named = [(f"representatives[{at}]", each) for at, each in enumerate(representatives)]
+    for name, each in named:
+        check_float(name, each, "[N, Hkv, D]")
+    for name, array in (("q", q), *named, ("block_tables", block_tables)):
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; every axis needs at least one entry")
+    first, last = representatives[0], representatives[-1]
+    if first.shape != last.shape or first.dtype != last.dtype:
+        raise ValueError(
+            f"representatives are {first.dtype} {first.shape} and {last.dtype} {last.shape}; low "
+            "and high must be alike"
+        )
+    if q.shape[2] != first.shape[2] or q.shape[1] % first.shape[1]:
+        raise ValueError(
+            f"q has shape {q.shape} and representatives {first.shape}; head_dim must be equal and "
+            "the query heads a multiple of the KV heads"
+        )
+    if block_tables.shape[0] != q.shape[0] or page_counts.shape != q.shape[:1]:
+        raise ValueError(
+            f"block_tables has shape {block_tables.shape} and page_counts {page_counts.shape}; q "
+            f"has {q.shape[0]} rows, and so must they"
+        )
+    if aggregate not in AGGREGATES:
+        raise ValueError(f"aggregate is {aggregate!r}; it must be one of {', '.join(AGGREGATES)}")
+    return float(q.shape[2] ** -0.5) if scale is None else check_positive("scale", scale)
 
 
 def check_page_lists(

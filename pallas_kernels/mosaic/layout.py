@@ -4,7 +4,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
 
-def pool_format(sharding: Sharding) -> Format:
+def pool_format(sharding: Sharding, axes: int = 4) -> Format:
     """Describe a [N, Hkv, P, D] pool whose pages are contiguous, as the kernel's copies need them.
 
     Left to itself, XLA puts pages last for head_dim below 128 (it saves the padding to 128 lanes),
@@ -15,8 +15,9 @@ def pool_format(sharding: Sharding) -> Format:
 
     Args:
         sharding: where the pool lives.
+        axes: of the pool; 3 for representatives, [N, Hkv, D].
 
     Returns:
         The format, to be used wherever JAX takes a sharding.
     """
-    return Format(Layout(major_to_minor=(0, 1, 2, 3)), sharding)
+    return Format(Layout(major_to_minor=tuple(range(axes))), sharding)
