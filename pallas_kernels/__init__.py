@@ -5,6 +5,7 @@ from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.page_scores import page_scores
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from kvjax.pallas_kernels.select_pages import Selection, select_pages
 from kvjax.pallas_kernels.sparse_paged_attention import sparse_paged_attention
 from kvjax.pallas_kernels.support import (
     IMPLEMENTATIONS,
@@ -21,6 +22,7 @@ __all__ = [
     "OPERATIONS",
     "AttentionOutput",
     "Implementation",
+    "Selection",
     "check_page_lists",
     "check_ragged",
     "check_tables",
@@ -28,6 +30,7 @@ __all__ = [
     "page_scores",
     "paged_attention",
     "ragged_paged_attention",
+    "select_pages",
     "sparse_paged_attention",
     "supported",
     "target_platform",

@@ -2,13 +2,16 @@
 
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.pallas_kernels.validate import (
+    MAX_INT32,
+    check_at_least,
     check_float,
     check_int32,
     check_pools,
     check_positive,
+    check_rank,
     concrete,
 )
 
@@ -118,6 +121,70 @@ def check_representatives(
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate is {aggregate!r}; it must be one of {', '.join(AGGREGATES)}")
     return float(q.shape[2] ** -0.5) if scale is None else check_positive("scale", scale)
+
+
+def check_selection(
+    scores: Float32[Array, "B Hkv M"],
+    page_counts: Int32[Array, "B"],
+    *,
+    room: int,
+    sink_pages: int,
+    recent_pages: int,
+    open_tail: Bool[Array, "B"] | None,
+    budgets: Int32[Array, "B Hkv"] | None,
+    implementation: str | None,
+) -> None:
+    """Check the arguments of one call of `select_pages`.
+
+    Args:
+        scores: float32 [B, Hkv, M].
+        page_counts: int32 [B].
+        room: the most pages a head can choose.
+        sink_pages: first pages that are always in.
+        recent_pages: last pages that are always in.
+        open_tail: bool [B] or None.
+        budgets: int32 [B, Hkv] or None.
+        implementation: "reference", "xla" or None.
+
+    Raises:
+        ValueError: any rule is broken; the message names the argument.
+    """
+    check_float("scores", scores, "[B, Hkv, M]")
+    if scores.dtype != np.float32:
+        raise ValueError(f"scores is {scores.dtype}; it must be float32")
+    if 0 in scores.shape:
+        raise ValueError(f"scores has shape {scores.shape}; every axis needs at least one entry")
+    check_int32("page_counts", page_counts, "[B]")
+    if budgets is not None:
+        check_int32("budgets", budgets, "[B, Hkv]")
+    if open_tail is not None:
+        check_rank("open_tail", open_tail, "[B]")
+        if open_tail.dtype != np.bool_:
+            raise ValueError(f"open_tail is {open_tail.dtype}; it must be bool")
+    for name, array, shape in (
+        ("page_counts", page_counts, scores.shape[:1]),
+        ("open_tail", open_tail, scores.shape[:1]),
+        ("budgets", budgets, scores.shape[:2]),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}; scores has {scores.shape}, so it must be {shape}"
+            )
+    check_at_least("sink_pages", sink_pages, 0, "")
+    check_at_least("recent_pages", recent_pages, 0, "")
+    check_at_least("room", room, 1, "")
+    always = sink_pages + recent_pages + (open_tail is not None)
+    if room < always:
+        raise ValueError(
+            f"room is {room}; it must be from {always}, the pages that are always in (sink_pages "
+            f"{sink_pages}, recent_pages {recent_pages}"
+            f"{', and the open one' if open_tail is not None else ''}), to {MAX_INT32}"
+        )
+    if implementation not in (None, "reference", "xla"):
+        raise ValueError(
+            f"implementation is {implementation!r}; select_pages has no kernel of its own, so it "
+            'must be None, "reference" or "xla"'
+        )
 
 
 def check_page_lists(

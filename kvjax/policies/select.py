@@ -4,10 +4,10 @@ import dataclasses
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from kvjax.errors import KvjaxError
+from kvjax.pallas_kernels import select_pages
 
 Who = Literal["head", "layer", "period"]
 Aggregate = Literal["sum", "max", "mean"]
@@ -110,12 +110,13 @@ def select(
         score = jnp.mean(grouped, axis=1)
     else:
         score = jnp.sum(grouped, axis=1)
-    page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
-    always = (page < choice.first) | (page >= pages - choice.last)
-    score = jnp.where(always, jnp.inf, score)
-    score = jnp.where(page < pages, score, -jnp.inf)
-    chosen = lax.top_k(score, room)[1].astype(jnp.int32)  # best first; of equals the lower index
-    keep = jnp.int32(room) if count is None else jnp.clip(count, forced, room)
-    kept = (jnp.arange(room, dtype=jnp.int32)[None, :] < keep) & (chosen < pages)
-    chosen = jnp.sort(jnp.where(kept, chosen, num_pages), axis=1)
-    return jnp.broadcast_to(chosen, (kv_heads, room))
+    budgets = None if count is None else jnp.broadcast_to(count, score[None, :, 0].shape)
+    chosen = select_pages(
+        score[None],
+        pages[None],
+        room=room,
+        sink_pages=choice.first,
+        recent_pages=choice.last,
+        budgets=budgets,
+    )
+    return jnp.broadcast_to(chosen.pages[0], (kv_heads, room))
