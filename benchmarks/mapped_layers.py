@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.decode import PrefixCache
 from kvjax.decode.memory import Reading
 from kvjax.decode.near_memory import Near
+from kvjax.decode.prefixes import Loaded, NotLoaded
 from kvjax.model import Model
 from kvjax.storage.prefetch import ReadCounts
 from kvjax.storage.segment import Segment
@@ -73,10 +74,10 @@ class MappedPrefixes(PrefixCache):
         with MappedReader(path, segment) as reader:
             yield Reading(reader, Near(None, None))
 
-    def prefill(self, *arguments: Any, **options: Any) -> Any:
+    def prefill(self, *arguments: Any, **options: Any) -> Loaded | NotLoaded:
         """As the base class; every unit that was touched counts as read."""
         found = super().prefill(*arguments, **options)
-        if found is None:
-            return None
-        state, shapes, stats = found
-        return state, shapes, dataclasses.replace(stats, bytes_read=stats.bytes_used)
+        if isinstance(found, NotLoaded):
+            return found
+        stats = dataclasses.replace(found.stats, bytes_read=found.stats.bytes_used)
+        return found._replace(stats=stats)

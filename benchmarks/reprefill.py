@@ -39,7 +39,7 @@ from benchmarks.reprefill_plot import plot
 from benchmarks.reprefill_point import HEADINGS, Point, lines, point, write_points
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
-from kvjax.decode.prefixes import PrefilledPages, prefilled_pages
+from kvjax.decode.prefilled_pages import PrefilledPages, prefilled_pages
 from kvjax.load import load
 from kvjax.model import Model
 

@@ -18,6 +18,7 @@ from kvjax.decode import PrefixCache, PrefixConfig, PrefixStats
 from kvjax.decode.inputs import padded_stops, prng_key
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import empty_state, prefill_program
+from kvjax.decode.prefixes import NotLoaded
 from kvjax.decode.program import compiled
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
@@ -171,12 +172,16 @@ def _loader(
             prefixes.clear_memory()
         meter = Meter()
         found = prefixes.prefill(
-            task.model, ids, task.shapes(ids), limits=rules(task.model).limits, meter=meter
+            task.model,
+            ids,
+            task.shapes(ids),
+            cache=CacheConfig(),
+            limits=rules(task.model).limits,
+            meter=meter,
         )
-        if found is None:
-            raise RuntimeError("the stored document was not used: it should have been")
-        state, shapes, stats = found
-        return state, shapes, stats, meter.seconds
+        if isinstance(found, NotLoaded):
+            raise RuntimeError(f"the stored document should have been used: {found.reason}")
+        return found.state, found.shapes, found.stats, meter.seconds
 
     return run
 

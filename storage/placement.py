@@ -66,27 +66,31 @@ class _Statistics:
 
 
 class Lru:
-    """Keeps what was used last."""
+    """Keeps what was used last.
 
-    def __init__(self) -> None:
+    Args:
+      remembered: units whose last use is kept.
+    """
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
         self._uses = 0
-        self._last: dict[UnitId, int] = {}
+        self._last = _Statistics(1, remembered)
 
     def loaded(self, unit: UnitId) -> None:
         """Makes the unit the youngest."""
         self._uses += 1
-        self._last[unit] = self._uses
+        self._last.set(unit, self._uses)
 
     def touch(self, unit: UnitId, mass: float, important: float) -> None:
         """Attention does not count here."""
 
     def score(self, unit: UnitId) -> float:
         """The number of uses of all units until its last one."""
-        return float(self._last.get(unit, 0))
+        return self._last.get(unit)[0]
 
     def evict(self, unit: UnitId) -> None:
         """Forgets it: its next use makes it the youngest whatever came before."""
-        self._last.pop(unit, None)
+        self._last.forget(unit)
 
 
 class Lfu:

@@ -89,13 +89,17 @@ class Segment:
         """Bytes of one unit's keys and values."""
         return self.grid.unit_bytes
 
-    def sketches(self) -> dict[str, np.ndarray]:
-        """The sketches that were written with the segment, by name.
+    def sketches(self, prefix: str = "") -> dict[str, np.ndarray]:
+        """The sketches that were written with the segment, by name; only these are read.
+
+        Args:
+          prefix: what the names of those that are wanted begin with.
 
         Raises:
           SegmentError: one of them is not what was written.
         """
-        return {entry.name: self._sketch(entry) for entry in self._manifest.sketches}
+        wanted = (entry for entry in self._manifest.sketches if entry.name.startswith(prefix))
+        return {entry.name: self._sketch(entry) for entry in wanted}
 
     def read(self, units: Integer[np.ndarray, "n 4"]) -> list[UnitRead]:
         """Starts to read units, all in one batch; never blocks.

@@ -141,9 +141,10 @@ class Tiers:
             units = {unit: row for unit, row in slots if row < below}
             changed = units.values() if whole else (row for row in self._changed if row < below)
             rows = np.array(sorted(changed), np.int32)
-            self._changed.clear()
             data = self._arena[rows].view(self.dtype).reshape(len(rows), *self.unit_shape)
-        return Changes(rows, data, units)
+            changes = Changes(rows, data, units)
+            self._changed.clear()  # last: what fails or is interrupted before has lost nothing
+        return changes
 
     def counts(self) -> TierCounts:
         """What the tiers hold and did."""
@@ -200,11 +201,16 @@ class Tiers:
                     tier.ranking.set(unit, rank)
 
     def used(self, units: Iterable[UnitId]) -> None:
-        """A request took these units from a copy of the device tier: they gain rank."""
+        """A request took these units from a copy of the tiers: they gain rank, and may rise."""
         with self._lock:
             for unit in units:
                 self._policy.loaded(unit)
-                self._rerank(unit)
+                rank = self._rank(unit)
+                free = unit in self._host.slots and unit not in self._pins
+                if free and self._outranks_device(rank):
+                    self._raise_to_device(unit, rank)
+                else:
+                    self._rerank(unit)
 
     def copy(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
         """Copies pinned units.
@@ -318,6 +324,7 @@ class Tiers:
         return bool(self._device.free) or (lowest is not None and lowest[0] < rank)
 
     def _raise_to_device(self, unit: UnitId, rank: Rank) -> None:
+        self._host.ranking.remove(unit)
         slot = self._host.slots.pop(unit)
         self._host.free.append(slot)
         self._counts["raised"] += 1

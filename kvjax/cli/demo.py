@@ -45,7 +45,8 @@ def demo(
         fetch(MODEL, cache_dir)
     if not as_json:
         note(f"document: {DOCUMENT}, question: {QUESTION}", "bold")
-    config = dataclasses.replace(config, load_policy="load")
+    if config.load_policy == "auto":  # it is here to be seen
+        config = dataclasses.replace(config, load_policy="load")
     with bars() as progress:
         model, load_seconds = open_model(MODEL, dtype=dtype, cache_dir=cache_dir, progress=progress)
         before, after = document_and_question(model)
@@ -80,10 +81,13 @@ def demo(
         return
     show_stats(model, warm_stats, load_seconds, verbose=verbose)
     stored_bytes = model.spec.bytes_per_token * len(tokens_of(model, before))
-    note(
-        f"The document's keys and values take {size_of(stored_bytes)}; for the second answer each "
-        f"KV head of each layer chose {config.budget} of their pages, and only these were read."
-    )
+    if warm_stats.prefix is not None:
+        prefix = warm_stats.prefix
+        note(
+            f"The document's keys and values take {size_of(stored_bytes)}. For the second answer "
+            f"{prefix.pages_chosen:,} of its {prefix.pages:,} pages were chosen in every layer, "
+            f"and {size_of(prefix.bytes_read)} read."
+        )
 
 
 def document_and_question(model: Model) -> tuple[str, str]:

@@ -83,6 +83,8 @@ def generate(
     """
     if system is not None and not chat:
         raise KvjaxError("--system needs --chat: a plain text has no system turn")
+    if system is not None and prefix is not None:
+        raise KvjaxError("--system is of no use with --prefix: the stored document has its own")
     if seed is not None and sampling.temperature == 0:
         raise KvjaxError(
             f"--seed is {seed} and --temperature 0, which takes the likeliest token and draws "

@@ -13,6 +13,8 @@ from kvjax.cli.running import open_model
 from kvjax.cli.stored import StoreUrl, open_prefixes, prefix_options
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
+from kvjax.decode.inputs import token_ids
+from kvjax.errors import KvjaxError
 
 app = typer.Typer(no_args_is_help=True, help="Keep the pages of a document that is asked about.")
 
@@ -46,14 +48,20 @@ def add(
     with bars() as progress:
         opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
         before = prompt.around_chat(opened, system)[0] if chat else ""
+        ids = token_ids(opened, before + text)
         info = prefixes.add(
             opened,
-            before + text,
+            ids,
             cache=cache,
             label=f"{opened.name}: {file.name}",
             prefill_chunk=prefill_chunk,
             progress=progress.share,
         )
+        if prefixes.tokens(opened, info.key) != ids:
+            raise KvjaxError(
+                f"{file} differs from a stored document only after its last full page, and pages "
+                f"are what keys stand for: `kvjax store rm {info.key[:12]}` makes room for this one"
+            )
     if as_json:
         found = {"key": info.key, "tokens": info.tokens, "bytes": info.bytes}
         print(json.dumps({**found, "layout": dataclasses.asdict(info.layout)}))

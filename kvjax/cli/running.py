@@ -42,6 +42,8 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
         rows.append((f"cache, {dtype}", size_of(count)))
     if stats.prefix is not None:
         rows += prefix_rows(stats.prefix)
+    if stats.prefix_unused is not None:
+        rows.append(("stored pages", f"not used: {stats.prefix_unused}"))
     if verbose:
         rows.append(("load", f"{load_seconds:.2f} s"))
         rows.append(("compile", f"{stats.compile_seconds:.2f} s, {stats.compilations} programs"))

@@ -133,4 +133,4 @@ def after_prefix(
         raise KvjaxError(f"{model.name} came without a tokenizer: it cannot be asked in words")
     after = prompt.around_chat(model, None)[1] if chat else ""
     ids = model.tokenizer.encode(f"\n\n{text}{after}", add_bos=False)
-    return [*prefixes.tokens(key), *ids]
+    return [*prefixes.tokens(model, key), *ids]

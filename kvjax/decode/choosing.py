@@ -52,11 +52,8 @@ class Chosen(NamedTuple):
     mass: Float32[Array, "Hkv K"]  # attention each got from what decided, summed over queries
 
 
-class Got(NamedTuple):
-    """What a layer attends to besides the suffix."""
-
-    both: Float[Array, "two K Hkv P D"]  # keys and values
-    ok: Bool[Array, ""]  # whether every read succeeded
+Both = Float[Array, "two K Hkv P D"]
+"""Keys and values that a layer attends to besides the suffix."""
 
 
 @runtime_checkable
@@ -69,7 +66,7 @@ class Selection(Protocol):
         prefix: StoredPrefix,
         asked: Asked,
         before: Chosen,
-    ) -> tuple[Got, Chosen]:
+    ) -> tuple[Both, Chosen]:
         """Choose a layer's pages and read them.
 
         Args:
@@ -103,10 +100,9 @@ class ByPages:
         prefix: StoredPrefix,
         asked: Asked,
         before: Chosen,
-    ) -> tuple[Got, Chosen]:
+    ) -> tuple[Both, Chosen]:
         """See `Selection.get`."""
         heads, room = before.ids.shape
-        ok = jnp.bool_(True)
         if self.by is None:
             column = jnp.arange(room, dtype=jnp.int32)
             ids = jnp.where(column < prefix.count, column, prefix.pages)
@@ -114,7 +110,7 @@ class ByPages:
         elif self.choice.decider(asked.layer) == asked.layer:
             sketch = prefix.sketches[asked.layer]
             if isinstance(self.by, ExactKeys):
-                sketch, ok = _stored_keys(prefix, asked, heads, sketch["pages"].shape[0])
+                sketch = _stored_keys(prefix, asked, heads, sketch["pages"].shape[0])
             mass = self.by.page_mass(
                 sketch,
                 asked.queries,
@@ -137,8 +133,7 @@ class ByPages:
         else:
             chosen = before
         worth = Worth(chosen.mass, jnp.ones_like(chosen.mass))
-        got = _read(prefix, asked, chosen.ids, worth)
-        return Got(got.both, got.ok & ok), chosen
+        return _read(prefix, asked, chosen.ids, worth), chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +162,15 @@ class ByTokens:
         prefix: StoredPrefix,
         asked: Asked,
         before: Chosen,
-    ) -> tuple[Got, Chosen]:
+    ) -> tuple[Both, Chosen]:
         """See `Selection.get`."""
         heads, room = before.ids.shape
         size = asked.page.shape[0]
         num_pages = prefix.sketches[asked.layer]["pages"].shape[0]
         count = room * size
 
-        def choose(probes: int) -> tuple[Array, Array, Array, Array, Array]:
-            keys, ok = _stored_keys(prefix, asked, heads, num_pages, probes)
+        def choose(probes: int) -> tuple[Array, Array, Array, Array]:
+            keys = _stored_keys(prefix, asked, heads, num_pages, probes)
             group = asked.queries.shape[1] // heads
             mass = ExactKeys().token_mass(
                 {"keys": keys["keys"][:probes]},
@@ -193,13 +188,13 @@ class ByTokens:
             else:
                 choice = heavy_hitters(mass, prefix.pages * size, count=count, chunk=self.chunk)
                 similar = jnp.bool_(True)
-            return choice.tokens, choice.chunks, jnp.mean(mass, axis=0), similar, ok
+            return choice.tokens, choice.chunks, jnp.mean(mass, axis=0), similar
 
         probes = heads if self.probe_heads is None else min(self.probe_heads, heads)
-        tokens, chunks, mass, similar, ok = choose(probes)
+        tokens, chunks, mass, similar = choose(probes)
         if probes < heads:
-            tokens, chunks, mass, _, ok = lax.cond(
-                similar, lambda: (tokens, chunks, mass, similar, ok), lambda: choose(heads)
+            tokens, chunks, mass, _ = lax.cond(
+                similar, lambda: (tokens, chunks, mass, similar), lambda: choose(heads)
             )
         pages = chunk_pages(chunks, chunk=self.chunk, page_size=size, num_pages=num_pages)
         ids = jnp.broadcast_to(
@@ -215,30 +210,30 @@ class ByTokens:
                 )
             )
         )
-        got = _read(prefix, asked, ids, worth)
+        both = _read(prefix, asked, ids, worth)
         # The chosen tokens, packed in order; what is no token is not attended to.
-        rows = got.both.swapaxes(2, 3).reshape(2, -1, heads, asked.page.shape[1])
+        rows = both.swapaxes(2, 3).reshape(2, -1, heads, asked.page.shape[1])
         packed = rows.at[:, column * size + tokens % size].get(mode="clip")
         packed = packed.reshape(2, room, size, heads, -1).swapaxes(2, 3)
         if self.count_uses:
-            ok &= note(prefix.handle, asked.layer, tokens)
-        return Got(packed, got.ok & ok), before
+            note(prefix.handle, asked.layer, tokens)
+        return packed, before
 
 
-def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Got:
+def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Both:
     if prefix.near.rows:
-        return Got(*read_missing(prefix.near, prefix.handle, asked.layer, ids, worth, asked.page))
+        return read_missing(prefix.near, prefix.handle, asked.layer, ids, worth, asked.page)
     ticket = issue(prefix.handle, asked.layer, ids, worth)
-    return Got(*collect(prefix.handle, ticket, asked.layer, ids, asked.page))
+    return collect(prefix.handle, ticket, asked.layer, ids, asked.page)
 
 
 def _stored_keys(
     prefix: StoredPrefix, asked: Asked, heads: int, num_pages: int, wanted: int | None = None
-) -> tuple[dict[str, Array], Bool[Array, ""]]:
+) -> dict[str, Array]:
     """All keys of a layer's first heads from the store, as `ExactKeys` takes them."""
     head = jnp.arange(heads, dtype=jnp.int32)[:, None]
     page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
     ids = jnp.where(head < (heads if wanted is None else wanted), page, num_pages)
     ticket = issue(prefix.handle, asked.layer, ids, None)
-    keys, ok = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
-    return {"keys": keys[0].swapaxes(0, 1)}, ok
+    keys = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
+    return {"keys": keys[0].swapaxes(0, 1)}

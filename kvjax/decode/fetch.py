@@ -75,7 +75,7 @@ def collect(
     page: jax.ShapeDtypeStruct,
     *,
     to_choose: bool = False,
-) -> tuple[Float[Array, "kinds K Hkv P D"], Bool[Array, ""]]:
+) -> Float[Array, "kinds K Hkv P D"]:
     """Wait for a ticket's pages.
 
     Args:
@@ -87,16 +87,15 @@ def collect(
       to_choose: whether `issue` was given no worth: only keys are wanted.
 
     Returns:
-      Keys and values, or only keys, zero where `ids` names no page; and whether they are right (if
-      not, the session knows why).
+      Keys and values, or only keys; zero where `ids` names no page, and everywhere once a read has
+      failed: the session knows.
     """
     heads, count = ids.shape
     kinds = 1 if to_choose else 2
     pages = jax.ShapeDtypeStruct((kinds, count, heads, *page.shape), page.dtype)
-    shapes = (pages, jax.ShapeDtypeStruct((), jnp.bool_))
     wait = functools.partial(_collect, layer, to_choose)
-    both, ok = io_callback(wait, shapes, handle, ticket, ids)
-    return both, ok
+    both: Array = io_callback(wait, pages, handle, ticket, ids)
+    return both
 
 
 def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
@@ -116,6 +115,6 @@ def _issue_missing(layer: int, handle: Any, ids: Any, worth: Worth) -> tuple[Any
     return np.int32(ticket), rows, missing
 
 
-def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> tuple[Any, Any]:
+def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> Any:
     reads = session(int(handle))
     return reads.collect(int(ticket), layer, np.asarray(ids), to_choose=to_choose)

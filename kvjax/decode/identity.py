@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import weakref
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,23 +12,36 @@ import numpy as np
 from kvjax.model import Model
 from kvjax.storage.keys import Identity
 
-_fingerprints: "weakref.WeakKeyDictionary[Model, str]" = weakref.WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    leaves: tuple[weakref.ref[Any], ...]  # that were hashed
+    hex: str
+
+
+_fingerprints: "weakref.WeakKeyDictionary[Model, _Known]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(model: Model) -> str:
-    """The SHA-256 of a model's weights, in hex; computed once a model.
+    """The SHA-256 of a model's weights, in hex; computed once for the arrays it has.
 
     Args:
       model: whose weights, names, shapes and dtypes to hash.
     """
-    if model not in _fingerprints:
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    known = _fingerprints.get(model)
+    if (
+        known is None
+        or len(known.leaves) != len(leaves)
+        or any(ref() is not leaf for ref, (_, leaf) in zip(known.leaves, leaves, strict=True))
+    ):
         digest = hashlib.sha256()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        for path, leaf in leaves:
             array = np.asarray(leaf)
             digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode())
             digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-        _fingerprints[model] = digest.hexdigest()
-    return _fingerprints[model]
+        refs = tuple(weakref.ref(leaf) for _, leaf in leaves)
+        known = _fingerprints[model] = _Known(refs, digest.hexdigest())
+    return known.hex
 
 
 def identity(model: Model, cache_dtype: str, tenant: str = "") -> Identity:

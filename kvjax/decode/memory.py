@@ -23,7 +23,7 @@ class Reading(NamedTuple):
 
 
 class Memory:
-    """Tiers for each form of unit and each place where models run.
+    """Tiers for each form of unit and each place where models run; for one call at a time.
 
     Args:
       config: sizes and placement.
@@ -37,8 +37,6 @@ class Memory:
     @contextlib.contextmanager
     def reading(self, segment: Segment, model: Model) -> Iterator[Reading]:
         """A reader of a segment for one call, and near memory as it is during the call.
-
-        Calls that use near memory wait for each other.
 
         Args:
           segment: what to read.
@@ -57,7 +55,7 @@ class Memory:
         if place not in self._near:
             self._near[place] = NearMemory(tiers, sharding, pin_host=pin_host)
         memory = self._near[place]
-        with memory.lock, self._reader(segment, tiers, memory) as reader:
+        with self._reader(segment, tiers, memory) as reader:
             yield Reading(reader, memory.near)
             memory.update()
 

@@ -47,6 +47,7 @@ class Meter:
         pages_used: int,
         ttft_seconds: float | None = None,
         prefix: PrefixStats | None = None,
+        prefix_unused: str | None = None,
     ) -> Stats:
         """The call's statistics, at its end."""
         return Stats(
@@ -61,4 +62,5 @@ class Meter:
             page_size=shapes.page_size,
             cache_bytes=pool_bytes(jax.eval_shape(lambda: empty_cache(shapes))),
             prefix=prefix,
+            prefix_unused=prefix_unused,
         )

@@ -1,7 +1,6 @@
 """Pages of stored prefixes that a program reads without a callback, kept between calls."""
 
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +29,8 @@ class NearMemory:
     """A copy of what the tiers keep, where programs read it.
 
     It changes between programs only, so a program may be told at any time which rows hold what:
-    `units` and `near` belong together. Hold `lock` from reading them until the program has ended
-    and `update` is done.
+    `units` and `near` belong together. One call at a time may use it, from reading them until its
+    program has ended and `update` is done.
 
     Args:
       tiers: what ranks; must have a device tier, or `pin_host` a host tier to pin.
@@ -40,7 +39,6 @@ class NearMemory:
     """
 
     def __init__(self, tiers: Tiers, sharding: Any, *, pin_host: bool) -> None:
-        self.lock = threading.Lock()
         self._tiers = tiers
         self._device = sharding
         self._pinned = sharding.with_memory_kind("pinned_host")
@@ -53,15 +51,16 @@ class NearMemory:
             zeros = jnp.zeros(shape, self._tiers.dtype, device=self._device) if rows else None
             return None if zeros is None else jax.device_put(zeros, sharding)
 
-        pinned = self._tiers.host_units if self._pin_host else 0
-        self.near = Near(empty(self._tiers.device_units, self._device), empty(pinned, self._pinned))
         self.units: dict[UnitId, int] = {}
         self._whole = True  # every row in use is still to be copied
+        self.near = Near(None, None)  # what was donated is gone, whether there is room anew or not
+        pinned = self._tiers.host_units if self._pin_host else 0
+        self.near = Near(empty(self._tiers.device_units, self._device), empty(pinned, self._pinned))
 
     def update(self) -> None:
         """Copy what changed in the tiers since the last update."""
-        changes = self._tiers.take_changes(self.near.rows, whole=self._whole)
         try:
+            changes = self._tiers.take_changes(self.near.rows, whole=self._whole)
             self._write(changes)
         except BaseException:
             self._clear()  # no row is known to be right

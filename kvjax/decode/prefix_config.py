@@ -16,6 +16,10 @@ LoadPolicy = Literal["auto", "load", "recompute"]
 Placement = Literal["attention", "impress", "lru", "lfu"]
 
 
+TOKEN_CHUNK = 64
+"""Tokens that are read together where tokens are chosen."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PrefixConfig:
     """How stored prefixes are chosen from, read and kept in memory.
@@ -36,7 +40,8 @@ class PrefixConfig:
       prefetch: whether pages are read ahead on a guess.
       load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
       on_read_failure: "recompute" the prefix, or "fail".
-      host_bytes: bytes of host memory that keep pages between requests.
+      host_bytes: bytes of host memory that keep pages between requests, for each shape of what one
+        read brings.
       device_bytes: bytes of device memory that do; they are backed by as many bytes of host memory,
         so that a page which leaves the device is not transferred.
       pin_host: whether pages in host memory are also kept page-locked (JAX's "pinned_host"), as
@@ -80,8 +85,8 @@ class PrefixConfig:
         for name in ("host_bytes", "device_bytes"):
             if getattr(self, name) < 0:
                 raise KvjaxError(f"{name} is {getattr(self, name)}: must be 0 or more bytes")
-        if not self.timeout_s > 0:
-            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be seconds above 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be a number of seconds above 0")
         self.choice()
 
     def choice(self) -> Choice:
@@ -97,6 +102,22 @@ class PrefixConfig:
         return QuestBounds() if self.by == "quest" else None
 
     @property
+    def least_pages(self) -> int:
+        """Pages that a program must have room to choose."""
+        choice = self.choice()
+        return max(choice.first + choice.last, 1)
+
+    def key_layers(self, layers: int) -> int:
+        """Layers whose keys are all read to choose by.
+
+        Args:
+          layers: of the model.
+        """
+        if self.by not in ("keys", "impress", "h2o"):
+            return 0
+        return -(-layers // self.period) if self.who == "period" and self.by == "keys" else layers
+
+    @property
     def by_tokens(self) -> bool:
         """Whether tokens are chosen, rather than pages."""
         return self.by in ("impress", "h2o")
@@ -105,7 +126,7 @@ class PrefixConfig:
         """How a program chooses."""
         if self.by_tokens:
             probes = 3 if self.by == "impress" else None
-            return ByTokens(probe_heads=probes, count_uses=self.reorder)
+            return ByTokens(probe_heads=probes, chunk=TOKEN_CHUNK, count_uses=self.reorder)
         return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
 
     def layout(self, page_size: int, layers: int, heads: int) -> Layout:
@@ -115,7 +136,15 @@ class PrefixConfig:
           page_size: tokens a page.
           layers: of the model; where a period does not divide them, a read brings a part of one.
           heads: KV heads of a layer.
+
+        Raises:
+          KvjaxError: tokens are chosen in chunks that are not made of whole pages.
         """
+        if self.by_tokens and TOKEN_CHUNK % page_size:
+            raise KvjaxError(
+                f"page_size is {page_size} and by is {self.by!r}: its chunks of {TOKEN_CHUNK} "
+                f"tokens must be made of whole pages; choose pages of 8, 16, 32 or 64 tokens"
+            )
         together = self.who == "period" and self.by != "keys"
         return Layout(
             page_size=page_size,

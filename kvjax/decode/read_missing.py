@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from kvjax.decode.fetch import Worth, collect, issue_missing
 from kvjax.decode.near_memory import Near, read_pinned
@@ -16,7 +16,7 @@ def read_missing(
     ids: Int32[Array, "Hkv K"],
     worth: Worth,
     page: jax.ShapeDtypeStruct,
-) -> tuple[Float[Array, "two K Hkv P D"], Bool[Array, ""]]:
+) -> Float[Array, "two K Hkv P D"]:
     """Gather a layer's pages from near memory, and what is not there through a callback.
 
     What is not there is packed to the front, and as much is transferred as the next of a few
@@ -31,7 +31,7 @@ def read_missing(
       page: [P, D], shape and dtype of one head's page.
 
     Returns:
-      Keys and values, zero where `ids` names no page; and whether they are right.
+      Keys and values, zero where `ids` names no page.
     """
     ticket, rows, missing = issue_missing(handle, layer, ids, worth)
     heads, room = ids.shape
@@ -48,18 +48,17 @@ def read_missing(
     most = jnp.max(jnp.sum(missing, axis=1, dtype=jnp.int32))
     sizes = sorted({0, -(-room // 8), -(-room // 4), -(-room // 2), room})
 
-    def transfer(size: int) -> tuple[Array, Array]:
+    def transfer(size: int) -> Array:
         if not size:
-            return resident, ticket >= 0
+            return resident
         some = packed[:, :size]
-        got, ok = collect(handle, ticket, layer, some, page)
+        got = collect(handle, ticket, layer, some, page)
         head = jnp.arange(heads, dtype=jnp.int32)[None, :]
-        both = resident.at[:, column[:, :size].T, head].set(got, mode="drop")
-        return both, ok
+        return resident.at[:, column[:, :size].T, head].set(got, mode="drop")
 
     index = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), most).astype(jnp.int32)
-    both, ok = lax.switch(index, [lambda size=size: transfer(size) for size in sizes])
-    return both, ok
+    both: Array = lax.switch(index, [lambda size=size: transfer(size) for size in sizes])
+    return both
 
 
 NO_PAGE = 2**31 - 1

@@ -11,11 +11,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int32, Integer
+from jaxtyping import Array, Float, Int32, Integer
 
 from kvjax.storage.keys import Identity
 from kvjax.storage.manifest import segment_key
@@ -102,32 +100,28 @@ class TokenUses:
         made, order = self._orders.get(info.key, (None, None))
         if made != info.created:
             order = order_of(segment)
+            self._orders.pop(info.key, None)
             self._orders[info.key] = info.created, order
+            while len(self._orders) > COUNTED_PREFIXES:
+                del self._orders[next(iter(self._orders))]
         return order
 
 
-def note(handle: Int32[Array, ""], layer: int, slots: Int32[Array, " K"]) -> Bool[Array, ""]:
+def note(handle: Int32[Array, ""], layer: int, slots: Int32[Array, " K"]) -> None:
     """Tell who counts under a handle, inside a program, what a layer chose.
 
     Args:
       handle: of the program's reads.
       layer: that chose.
       slots: tokens as they are stored; those past the last are none.
-
-    Returns:
-      True, for the program to depend on.
     """
-    noted: Array = io_callback(
-        functools.partial(_note, layer), jax.ShapeDtypeStruct((), jnp.bool_), handle, slots
-    )
-    return noted
+    io_callback(functools.partial(_note, layer), None, handle, slots)
 
 
-def _note(layer: int, handle: Any, slots: Any) -> np.bool_:
+def _note(layer: int, handle: Any, slots: Any) -> None:
     add = _watching.get(int(handle))
     if add is not None:
         add(layer, np.asarray(slots))
-    return np.bool_(True)
 
 
 def find_reordered(
@@ -160,7 +154,9 @@ def order_of(segment: Segment) -> Integer[np.ndarray, "L T"] | None:
     Raises:
       SegmentError: the array that says so is damaged.
     """
-    return segment.sketches()[ORDER] if segment.info.identity.numerics.endswith(_MARK) else None
+    return (
+        segment.sketches(ORDER)[ORDER] if segment.info.identity.numerics.endswith(_MARK) else None
+    )
 
 
 def pages_of(

@@ -23,7 +23,6 @@ from kvjax.pallas_kernels.support import Implementation
 class _Carry(NamedTuple):
     cache: PagedKVCache
     chosen: Chosen
-    ok: Bool[Array, ""]
 
 
 def reprefill(
@@ -35,7 +34,7 @@ def reprefill(
     room: int,
     selection: Selection,
     implementation: Implementation | None = None,
-) -> tuple[DecodeState, Bool[Array, ""]]:
+) -> DecodeState:
     """Prefill one sequence's suffix against the chosen pages of its prefix.
 
     Args:
@@ -48,8 +47,8 @@ def reprefill(
       implementation: of `ragged_paged_attention`, or None.
 
     Returns:
-      The state as after prefill, holding the chosen pages and the suffix; and whether every read
-      succeeded. If not, the state is of no use.
+      The state as after prefill, holding the chosen pages and the suffix. If a read failed, which
+      the reads under the prefix's handle know, it is of no use.
     """
     size = state.cache.page_size
     tokens = suffix.tokens
@@ -69,12 +68,11 @@ def reprefill(
     attend = _fetching(decoder, base, prefix, valid, selection)
     shape = (decoder.config.layers[0].num_kv_heads, room)
     none = Chosen(jnp.full(shape, prefix.pages, jnp.int32), jnp.zeros(shape))
-    carry = _Carry(cache, none, jnp.bool_(True))
+    carry = _Carry(cache, none)
     hidden, carry = decoder(tokens, offset + prefix.pages * size, attend, carry)
     cache = paged.advance(carry.cache, jnp.where(reservation.ok, jnp.diff(suffix.cu_lengths), 0))
     last = hidden.at[suffix.cu_lengths[1:] - 1].get(mode="clip")
-    state = dataclasses.replace(state, cache=cache, hidden=last, reservation=reservation)
-    return state, carry.ok
+    return dataclasses.replace(state, cache=cache, hidden=last, reservation=reservation)
 
 
 def _with_chosen_pages(cache: PagedKVCache, prefix: StoredPrefix, room: int) -> PagedKVCache:
@@ -101,15 +99,15 @@ def _fetching(
     """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
-        cache, chosen, ok = carry
+        cache, chosen = carry
         pool = cache.k_pages[layer]
         page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
-        got, chosen = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), chosen)
+        both, chosen = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), chosen)
         origin = (0, 0, 0, 0)
-        keys = jax.lax.dynamic_update_slice(pool, got.both[0], origin)
-        values = jax.lax.dynamic_update_slice(cache.v_pages[layer], got.both[1], origin)
+        keys = jax.lax.dynamic_update_slice(pool, both[0], origin)
+        values = jax.lax.dynamic_update_slice(cache.v_pages[layer], both[1], origin)
         cache = paged.with_layer(cache, layer, keys, values)
         out, cache = base(layer, q, k, v, cache)
-        return out, _Carry(cache, chosen, ok & got.ok)
+        return out, _Carry(cache, chosen)
 
     return attend

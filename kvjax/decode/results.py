@@ -10,8 +10,8 @@ FinishReason = Literal["stop", "length"]
 class PrefixStats:
     """What a stored prefix gave a call, in pages, units, bytes and seconds.
 
-    A unit is what one read brings. `bytes_read` is everything that came from the store in this call
-    but the shard indexes and the sketches, which are counted apart and read once.
+    A unit is what one read brings. `bytes_read` are all keys and values that came from the store in
+    this call; shard indexes with checksums, sketches and calibration are counted apart.
     """
 
     key: str  # of the stored prefix
@@ -23,6 +23,7 @@ class PrefixStats:
     bytes_scored: int  # keys that pages were chosen by, where they are read for that
     index_bytes: int
     sketch_bytes: int
+    calibration_bytes: int  # read to estimate what reading costs here, once a prefix
     bytes_wasted: int  # read on a guess and never used
     bytes_prefetched: int  # used, and their read began before they were known to be needed
     device_hits: int  # units that were in device memory
@@ -59,6 +60,7 @@ class Stats:
     page_size: int
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
     prefix: PrefixStats | None = None  # where a stored prefix was used
+    prefix_unused: str | None = None  # why none was, if stored prefixes were given
 
     @property
     def decode_seconds(self) -> float | None:

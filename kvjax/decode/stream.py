@@ -13,7 +13,7 @@ from kvjax.decode import inputs
 from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
-from kvjax.decode.prefixes import PrefixCache
+from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
 from kvjax.decode.results import StreamEvent
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
@@ -87,7 +87,7 @@ def stream(
     report = progress or (lambda phase, share: None)
     # What passes until the first event is asked for is not ours.
     spent = time.perf_counter() - began
-    return _events(model, ids, stops, shapes, rules, report, spent, prefixes)
+    return _events(model, ids, stops, shapes, cache, rules, report, spent, prefixes)
 
 
 def _events(
@@ -95,6 +95,7 @@ def _events(
     ids: list[int],
     stops: list[int],
     shapes: Shapes,
+    cache: CacheConfig,
     rules: Rules,
     progress: Progress,
     spent: float,
@@ -102,20 +103,20 @@ def _events(
 ) -> Iterator[StreamEvent]:
     meter = Meter(spent)
     progress("compile", 0.0)
-    found = None
+    found: Loaded | NotLoaded | None = None
     if prefixes is not None:
-        found = prefixes.prefill(model, ids, shapes, limits=rules.limits, meter=meter)
-    if found is None:
-        state, prefix = empty_state(model, shapes, rules.limits, meter), None
-        prefill = prefill_program(model, ids, shapes, state, meter)
+        found = prefixes.prefill(model, ids, shapes, cache=cache, limits=rules.limits, meter=meter)
+    if isinstance(found, Loaded):
+        state, shapes = found.state, found.shapes
     else:
-        state, shapes, prefix = found
+        state = empty_state(model, shapes, rules.limits, meter)
+        prefill = prefill_program(model, ids, shapes, state, meter)
     progress("compile", 0.5)
     static = (model.graphdef, shapes)
     opening = meter.program(_draw, static, model.params, state, rules, **IN_PLACE)
     step = meter.program(_step, static, model.params, state, rules, **IN_PLACE)
     progress("compile", 1.0)
-    if found is None:
+    if not isinstance(found, Loaded):
         state = prefill(state, progress)
     state = opening(model.params, state, rules)
     detokenizer = None if model.tokenizer is None else StreamDecoder(model.tokenizer)
@@ -146,7 +147,8 @@ def _events(
         new_tokens=drawn,
         pages_used=shapes.num_pages - int(state.cache.pages_free),
         ttft_seconds=ttft,
-        prefix=prefix,
+        prefix=found.stats if isinstance(found, Loaded) else None,
+        prefix_unused=found.reason if isinstance(found, NotLoaded) else None,
     )
     yield StreamEvent(token, text, code, stats)
 

@@ -205,6 +205,21 @@ def test_contents_follow_their_unit_through_a_hundred_moves():
             assert places(tiers, page) == "d"
 
 
+def test_a_unit_used_where_a_copy_is_rises_and_leaves_no_rank_behind():
+    tiers = tiers_of(host=3, device=2, policy=Lfu())
+    admit(tiers, 1, 2, 3, 4, 5)
+    assert places(tiers, 1, 2, 3, 4, 5).count("h") == 3
+    low = next(page for page in range(1, 6) if places(tiers, page) == "h")
+    for _ in range(3):
+        tiers.used(pack_units(0, pages(low)).tolist())
+    assert places(tiers, low) == "d"
+    for _ in range(3):
+        admit(tiers, *range(10, 20))  # each more often used than the last: all ranks are visited
+    for page in range(20):
+        if places(tiers, page) != "-":
+            np.testing.assert_array_equal(use(tiers, page), contents(pages(page)))
+
+
 @pytest.mark.parametrize("device", [0, 2])
 def test_a_pinned_unit_neither_moves_nor_changes(device):
     tiers = tiers_of(host=2, device=device)

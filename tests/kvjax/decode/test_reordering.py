@@ -46,7 +46,7 @@ def test_all_tokens_in_another_order_are_exact_prefill(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids, budget="100%")
     uneven = np.random.default_rng(0).integers(0, 9, (2, PAGES * PAGE))
     assert answer(model, ids, prefixes)[0] == expected
-    (counts,) = prefixes.uses._counts.values()
+    (counts,) = prefixes._uses._counts.values()
     assert (counts == 1).all()
     counts += uneven
     (info,) = prefixes.reorder()
@@ -77,7 +77,7 @@ def test_scattered_tokens_are_read_from_fewer_chunks(tmp_path, model, ids, by):
 def test_each_layer_has_its_own_order_of_all_tokens(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids, budget="10%")
     answer(model, ids, prefixes)
-    (counts,) = prefixes.uses._counts.values()
+    (counts,) = prefixes._uses._counts.values()
     (info,) = prefixes.reorder()
     (plain,) = [other for other in prefixes.store.segments() if other.key != info.key]
     with (
@@ -110,7 +110,7 @@ def test_a_prompt_that_shares_only_the_beginning_reads_tokens_in_their_own_order
 def test_a_second_order_is_not_mixed_with_pages_of_the_first(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids, budget="100%", host_bytes=1 << 24)
     expected = answer(model, ids, prefixes)[0]
-    (counts,) = prefixes.uses._counts.values()
+    (counts,) = prefixes._uses._counts.values()
     for seed in range(3):
         counts[:] = np.random.default_rng(seed).integers(0, 99, counts.shape)
         prefixes.reorder()

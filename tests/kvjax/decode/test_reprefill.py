@@ -143,8 +143,8 @@ def run(
         return reprefill(decoder, state, prefix, prompts, room=room, selection=selection)
 
     with opened(reads) as handle:
-        state, ok = jax.block_until_ready(program(state, jnp.int32(handle)))
-    return state, bool(ok), reads, reader
+        state = jax.block_until_ready(program(state, jnp.int32(handle)))
+    return state, reads.failure is None, reads, reader
 
 
 @pytest.mark.parametrize(

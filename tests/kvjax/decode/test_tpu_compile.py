@@ -15,7 +15,7 @@ from kvjax.decode.choosing import ByPages, StoredPrefix
 from kvjax.decode.generate import _generate
 from kvjax.decode.near_memory import Near, _with_pinned_rows
 from kvjax.decode.opening import IN_PLACE, _prefill_chunk
-from kvjax.decode.prefixes import _reprefill
+from kvjax.decode.prefix_call import _reprefill
 from kvjax.decode.program import compiled
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan

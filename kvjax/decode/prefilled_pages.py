@@ -1,0 +1,74 @@
+"""A prompt's full pages, taken out of the pool after plain prefill."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.config import CacheConfig
+from kvjax.decode.calls import Progress, cache_spec
+from kvjax.decode.meter import Meter
+from kvjax.decode.opening import empty_state, prefill_program
+from kvjax.decode.shapes import plan
+from kvjax.errors import KvjaxError
+from kvjax.model import Model
+
+
+class PrefilledPages(NamedTuple):
+    """A prompt's full pages after plain prefill."""
+
+    keys: Float[np.ndarray, "L N Hkv P D"]
+    values: Float[np.ndarray, "L N Hkv P D"]
+    seconds: float  # that prefilling took, compilation excluded
+
+
+def prefilled_pages(
+    model: Model, ids: list[int], cache: CacheConfig, prefill_chunk: int, progress: Progress
+) -> PrefilledPages:
+    """Prefill a prompt and take its full pages out of the pool.
+
+    Args:
+      model: what to run.
+      ids: the prompt.
+      cache: page size and dtype.
+      prefill_chunk: most tokens prefilled at once.
+      progress: called with "prefill" and how much of it is done.
+
+    Raises:
+      KvjaxError: a key or a value is not finite, or the prompt does not fit the model's context.
+    """
+    spec = cache_spec(model, cache)
+    shapes = plan(
+        model.config, spec, [len(ids)], new_tokens=0, prefill_chunk=prefill_chunk, cache=cache
+    )
+    meter = Meter()
+    limits = jnp.ones((shapes.batch,), jnp.int32)
+    state = empty_state(model, shapes, limits, meter)
+    stored = prefill_program(model, ids, shapes, state, meter)(state, progress).cache
+    seconds = meter.seconds
+    table = np.asarray(stored.block_tables)[0, : len(ids) // cache.page_size]
+    keys, values = (
+        np.stack([np.asarray(pool)[table] for pool in pools])
+        for pools in (stored.k_pages, stored.v_pages)
+    )
+    if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        raise KvjaxError(
+            f"keys or values of {model.name} are not finite in {spec.dtype} and cannot be stored: "
+            f"try CacheConfig(dtype='float32'), and load the model with dtype='float32'"
+        )
+    return PrefilledPages(keys, values, seconds)
+
+
+def check_layers(model: Model) -> None:
+    """Refuse a model whose layers do not all see the whole prefix, or differ in shape.
+
+    Raises:
+      KvjaxError: they do not.
+    """
+    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
+    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
+        raise KvjaxError(
+            f"{model.name} has sliding-window layers or layers of different shapes: its prefixes "
+            f"cannot be stored and chosen from; run it without prefixes"
+        )

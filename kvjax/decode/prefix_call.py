@@ -1,0 +1,168 @@
+"""One prompt against one stored prefix: what to read, in which shapes, and the program."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from kvjax.config import CacheConfig
+from kvjax.decode import inputs
+from kvjax.decode.budget import Budget
+from kvjax.decode.choosing import Selection, StoredPrefix
+from kvjax.decode.memory import Reading
+from kvjax.decode.meter import Meter
+from kvjax.decode.open_prefixes import OpenPrefix
+from kvjax.decode.opening import IN_PLACE, empty_state
+from kvjax.decode.prefix_config import PrefixConfig
+from kvjax.decode.reordering import TokenUses
+from kvjax.decode.reprefill import reprefill
+from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
+from kvjax.decode.step import DecodeState, Prompts
+from kvjax.model import Model
+from kvjax.spec import pages_for
+from kvjax.storage.sessions import PageReads, opened
+
+LARGEST_SUFFIX = 2048
+"""Tokens after the stored pages that one program prefills at once."""
+
+
+class PrefixCall:
+    """A plan for one prompt against one stored prefix.
+
+    Args:
+      model: what to run.
+      ids: the prompt.
+      prefix: what is stored.
+      pages: of it that the prompt shares.
+      plain: shapes of programs that would run the prompt whole.
+      cache: the caller's, whose pool it must fit.
+      config: how to choose.
+      new_tokens: most tokens to draw.
+
+    Attributes:
+      fits: whether one program can run it; if not, nothing else may be asked of it.
+      count: pages that every layer and KV head attends to.
+      chosen_bytes: keys and values of these.
+      expected_bytes: to be read, as far as that is known before: with keys read to choose by.
+      shapes: of the programs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ids: list[int],
+        prefix: OpenPrefix,
+        pages: int,
+        *,
+        plain: Shapes,
+        cache: CacheConfig,
+        config: PrefixConfig,
+        new_tokens: int,
+    ) -> None:
+        size, spec = plain.page_size, plain.spec
+        self.pages, self.prefix_tokens = pages, pages * size
+        self._model, self._prefix, self._config = model, prefix, config
+        self._suffix = ids[self.prefix_tokens :]
+        page_bytes = spec.bytes_per_page(size)
+        self.count = Budget(config.budget).pages(
+            pages, page_size=size, page_bytes=page_bytes, least=min(config.least_pages, pages)
+        )
+        self.chosen_bytes = self.count * page_bytes
+        layers = len(model.config.layers)
+        keys = pages * page_bytes * config.key_layers(layers) // (2 * layers)
+        self.expected_bytes = self.chosen_bytes + keys
+        # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
+        fitting = (model.config.max_context - new_tokens - len(self._suffix)) // size
+        if cache.num_pages is not None:
+            after = pages_for(len(self._suffix) + max(new_tokens - 1, 0), size)
+            fitting = min(fitting, cache.num_pages - after)
+        most = half_step(prefix.segment.info.shape[1])
+        self._room = self.count
+        if not config.by_tokens:
+            self._room = max(min(half_step(self.count), most, fitting), config.least_pages)
+        self.fits = len(self._suffix) <= LARGEST_SUFFIX and self._room <= fitting
+        if not self.fits:
+            return
+        shapes = plan(
+            model.config,
+            spec,
+            [self._room * size + len(self._suffix)],
+            new_tokens=new_tokens,
+            prefill_chunk=LARGEST_SUFFIX,
+            cache=dataclasses.replace(cache, page_size=size),
+        )
+        chunk = chunk_size(len(self._suffix), LARGEST_SUFFIX)
+        self.shapes = dataclasses.replace(shapes, chunk=chunk, chunks=1, room=plain.room)
+
+    def run(
+        self, reading: Reading, uses: TokenUses, limits: Int32[Array, " B"], meter: Meter
+    ) -> tuple[DecodeState, PageReads]:
+        """Re-prefill; whether it succeeded is in the reads.
+
+        Args:
+          reading: how to read.
+          uses: counts chosen tokens, if the configuration asks for it.
+          limits: as in `Rules`, of one row.
+          meter: of the call.
+
+        Raises:
+          KvjaxError: the prefix was stored without the configured sketch.
+          SegmentError: what to choose by is damaged.
+        """
+        segment, config = self._prefix.segment, self._config
+        layers, _, heads, _, _ = segment.info.shape
+        reads = PageReads(
+            reading.reader,
+            unit_shape=segment.unit_shape,
+            dtype=segment.grid.numpy_dtype,
+            layers=layers,
+            heads=heads,
+            pages=self.pages,
+            period=config.period,
+            near_rows=reading.near.rows,
+            key_stride=config.period if config.who == "period" else 1,
+            speculate=config.prefetch,
+        )
+        sketches = self._prefix.sketches()
+        state = empty_state(self._model, self.shapes, limits, meter)
+        suffix = inputs.flat_prompts([self._suffix], self.shapes)
+        static = (self._model.graphdef, self.shapes, self._room, config.selection())
+        with contextlib.ExitStack() as during:
+            handle = during.enter_context(opened(reads))
+            if config.reorder:
+                during.enter_context(uses.counting(handle, segment))
+            prefix = StoredPrefix(
+                sketches,
+                jnp.int32(self.pages),
+                jnp.int32(self.count),
+                jnp.int32(handle),
+                reading.near,
+            )
+            program = meter.program(
+                _reprefill, static, self._model.params, state, prefix, suffix, **IN_PLACE
+            )
+            state = jax.block_until_ready(program(self._model.params, state, prefix, suffix))
+        return state, reads
+
+
+def _reprefill(
+    static: tuple[Any, Shapes, int, Selection],
+    params: Any,
+    state: DecodeState,
+    prefix: StoredPrefix,
+    suffix: Prompts,
+) -> DecodeState:
+    graphdef, shapes, room, selection = static
+    return reprefill(
+        nnx.merge(graphdef, params),
+        state,
+        prefix,
+        suffix,
+        room=room,
+        selection=selection,
+        implementation=shapes.attention,
+    )
