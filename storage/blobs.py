@@ -14,7 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from kvjax.storage import files
-from kvjax.storage.errors import NotAStoreError, fault
+from kvjax.storage.errors import NotAStoreError, fault, late
 
 # What TensorStore raises for a status that is not OK.
 STATUS_ERRORS = (ValueError, IndexError, RuntimeError, NotImplementedError, OSError)
@@ -26,6 +26,8 @@ _CONTEXT = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"lim
 _BRIDGED_GAPS = {"file": 255, "memory": 0}  # bytes, by TensorStore's driver
 
 _NOTHING = b"\x02"  # the generation of a value that is not there
+
+_SLOWEST_WRITE = 1_000_000  # bytes a second: a large value may take longer than others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +50,20 @@ class Blobs:
       url: where they are, with a "/" at the end.
       folder: the same as a path, if it is a folder of this machine.
       bridged_gap: two reads of a value that are up to so many bytes apart become one.
+      timeout_s: the longest wait for one answer, in seconds.
     """
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
+    def __init__(self, url: str | os.PathLike[str], timeout_s: float = 30.0) -> None:
         """Opens the place; nothing is read or made.
 
         Args:
           url: a path, or a URL that TensorStore has a key-value store for.
+          timeout_s: the longest wait for one answer, in seconds.
 
         Raises:
           NotAStoreError: TensorStore has no such key-value store.
         """
+        self.timeout_s = timeout_s
         text = os.fspath(url)
         try:
             spec: dict[str, Any] = (
@@ -68,7 +73,8 @@ class Blobs:
             )
             if spec.get("path", "") and not spec["path"].endswith("/"):
                 spec["path"] += "/"
-            self.kvstore: Any = ts.KvStore.open(spec, context=ts.Context(_CONTEXT)).result()
+            opening = ts.KvStore.open(spec, context=ts.Context(_CONTEXT))
+            self.kvstore: Any = opening.result(timeout=timeout_s)
             self.url = str(self.kvstore.url)
         except STATUS_ERRORS as error:
             raise NotAStoreError(
@@ -82,12 +88,17 @@ class Blobs:
         """A value, unless it is still of the generation `known`.
 
         Raises:
-          StoreError: it cannot be read.
+          StoreError: it cannot be read, or not in time.
         """
-        try:
-            result = self.kvstore.read(name, if_not_equal=known).result()
-        except STATUS_ERRORS as error:
-            raise fault(error, f"reading {self.url}{name}") from error
+        return self.ended_read(name, self.start_read(name, known))
+
+    def start_read(self, name: str, known: bytes | None = None) -> Any:
+        """Starts to read a value; `ended_read` takes the future."""
+        return self.kvstore.read(name, if_not_equal=known)
+
+    def ended_read(self, name: str, future: Any) -> Blob:
+        """What a read brought that was started, as `read`."""
+        result = self._answer(future, f"reading {self.url}{name}")
         value = result.value if result.state == "value" else None
         return Blob(value, result.stamp.generation, result.state != "unspecified")
 
@@ -95,18 +106,26 @@ class Blobs:
         """Writes a value in one step, over whatever is there.
 
         Raises:
-          StoreError: it cannot be written; what was there is still there.
+          StoreError: it cannot be written; what was there is still there. With errno ETIMEDOUT it
+            is not known yet which of both is there.
         """
-        try:
-            self.kvstore.write(name, value).result()
-        except STATUS_ERRORS as error:
-            raise fault(error, f"writing {self.url}{name}") from error
+        self._answer(self.kvstore.write(name, value), f"writing {self.url}{name}", len(value))
 
-    def start_write(self, name: str, value: bytes) -> Any:
-        """Starts to write a value; returns TensorStore's future, whose result nobody has to ask."""
-        future = self.kvstore.write(name, value)
+    def start_write_if(self, name: str, value: bytes, generation: bytes | None) -> Any:
+        """Starts to write as `write_if` does; `ended_write_if` takes the future."""
+        expected = _NOTHING if generation is None else generation
+        future = self.kvstore.write(name, value, if_equal=expected)
         future.force()
         return future
+
+    def ended_write_if(self, name: str, future: Any, size: int = 0) -> bytes | None:
+        """The generation that was written; None if another one was there.
+
+        Raises:
+          StoreError: it cannot be written.
+        """
+        stamp = self._answer(future, f"writing {self.url}{name}", size)
+        return stamp.generation or None  # empty: the condition did not hold
 
     def write_if(self, name: str, value: bytes, generation: bytes | None) -> bool:
         """Writes a value if `generation` is there (None: nothing is); says whether it did.
@@ -114,12 +133,17 @@ class Blobs:
         Raises:
           StoreError: it cannot be written.
         """
-        expected = _NOTHING if generation is None else generation
-        try:
-            stamp = self.kvstore.write(name, value, if_equal=expected).result()
-        except STATUS_ERRORS as error:
-            raise fault(error, f"writing {self.url}{name}") from error
-        return bool(stamp.generation)  # empty: the condition did not hold
+        future = self.start_write_if(name, value, generation)
+        return self.ended_write_if(name, future, len(value)) is not None
+
+    def delete_if(self, name: str, generation: bytes) -> bool:
+        """Removes a value if it is of this generation; says whether it did.
+
+        Raises:
+          StoreError: it cannot be removed.
+        """
+        future = self.kvstore.write(name, None, if_equal=generation)
+        return bool(self._answer(future, f"removing {self.url}{name}").generation)
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the values whose names start with `prefix`, sorted.
@@ -128,10 +152,8 @@ class Blobs:
           StoreError: they cannot be listed.
         """
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        try:
-            found = self.kvstore.list(ts.KvStore.KeyRange(prefix, end)).result()
-        except STATUS_ERRORS as error:
-            raise fault(error, f"listing {self.url}{prefix}") from error
+        listing = self.kvstore.list(ts.KvStore.KeyRange(prefix, end))
+        found = self._answer(listing, f"listing {self.url}{prefix}")
         return sorted(name.decode("utf-8", "surrogateescape") for name in found)
 
     def folders(self, prefix: str) -> list[str]:
@@ -189,10 +211,7 @@ class Blobs:
         Raises:
           StoreError: it cannot be removed.
         """
-        try:
-            self.kvstore.write(name, None).result()
-        except STATUS_ERRORS as error:
-            raise fault(error, f"removing {self.url}{name}") from error
+        self._answer(self.kvstore.write(name, None), f"removing {self.url}{name}")
 
     def delete_folder(self, prefix: str) -> None:
         """Removes every value whose name starts with `prefix` (which ends in "/").
@@ -200,11 +219,34 @@ class Blobs:
         Raises:
           StoreError: something cannot be removed.
         """
+        doing = f"removing {self.url}{prefix}"
+        removal = self.kvstore.delete_range(ts.KvStore.KeyRange(prefix, prefix[:-1] + "0"))
+        self._answer(removal, doing)
+        if self.folder is None:
+            return
         try:
-            self.kvstore.delete_range(ts.KvStore.KeyRange(prefix, prefix[:-1] + "0")).result()
-            if self.folder is not None:
-                files.remove(self.folder / prefix)  # empty folders, locks of killed writers
+            files.remove(self.folder / prefix)  # empty folders, locks of killed writers
         except FileNotFoundError:
             return  # another process removes the same folder
+        except OSError as error:
+            raise fault(error, doing) from error
+
+    def _answer(self, future: Any, doing: str, size: int = 0) -> Any:
+        """What a future of TensorStore gives, if it does so in time.
+
+        Args:
+          future: to wait for.
+          doing: what it does, as in `fault`.
+          size: bytes that are written.
+        """
+        try:
+            return future.result(timeout=self.time_for(size))
+        except TimeoutError as error:
+            future.cancel()
+            raise late(doing, self.time_for(size)) from error
         except STATUS_ERRORS as error:
-            raise fault(error, f"removing {self.url}{prefix}") from error
+            raise fault(error, doing) from error
+
+    def time_for(self, size: int) -> float:
+        """The longest wait, in seconds, for a write of so many bytes."""
+        return self.timeout_s + size / _SLOWEST_WRITE

@@ -1,9 +1,16 @@
 """The published segments, as their manifests say, kept up with what other processes do."""
 
+import dataclasses
+import threading
+
+import numpy as np
+
 from kvjax.storage.blobs import Blobs
 from kvjax.storage.errors import Reason, SegmentError, StoreError
+from kvjax.storage.keys import Identity
+from kvjax.storage.layout import Layout
 from kvjax.storage.manifest import decode
-from kvjax.storage.prefix_index import Entry, PrefixIndex
+from kvjax.storage.prefix_index import Candidate, Entry, PrefixIndex
 from kvjax.storage.usage import UsageLog
 
 _FOLDER = "segments/"
@@ -15,19 +22,31 @@ def manifest_name(key: str) -> str:
     return f"{_FOLDER}{key}{_SUFFIX}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A manifest that cannot be used."""
+
+    miss: SegmentError  # why
+    generation: bytes  # of the manifest that was looked at
+
+
 class Catalog:
     """An index of manifests that is brought up to date by listing them.
 
+    Threads may share it: nothing is locked while the store is asked.
+
     Attributes:
       index: the segments whose manifests are whole.
-      damaged: by key, why a manifest could not be used when it was last looked at.
+      damaged: by key, what is wrong with a manifest that was last looked at.
     """
 
     def __init__(self, blobs: Blobs, usage: UsageLog) -> None:
         self.index = PrefixIndex()
-        self.damaged: dict[str, SegmentError] = {}
+        self.damaged: dict[str, Damage] = {}
+        self._condemned: dict[str, float] = {}  # when a segment was created whose data is damaged
         self._blobs = blobs
         self._usage = usage
+        self._lock = threading.RLock()
 
     def names(self) -> list[str]:
         """Keys of all manifests there are, whole or not.
@@ -38,6 +57,18 @@ class Catalog:
         names = self._blobs.names(_FOLDER)
         return [name[len(_FOLDER) : -len(_SUFFIX)] for name in names if name.endswith(_SUFFIX)]
 
+    def entries(self) -> list[Entry]:
+        """The segments whose manifests are whole, as they are known here."""
+        with self._lock:
+            return list(self.index.entries.values())
+
+    def candidates(
+        self, identity: Identity, tokens: np.ndarray, page_size: int, layout: Layout | None
+    ) -> tuple[list[Candidate], set[Reason]]:
+        """As `PrefixIndex.candidates`."""
+        with self._lock:
+            return self.index.candidates(identity, tokens, page_size, layout)
+
     def refresh(self) -> list[Reason]:
         """Takes in manifests that are new, drops those that are gone.
 
@@ -47,18 +78,20 @@ class Catalog:
         Raises:
           StoreError: manifests cannot be listed.
         """
+        with self._lock:
+            before = self.index.entries.keys() | self.damaged.keys()
         present = set(self.names())
-        for key in self.index.entries.keys() - present:
-            self._drop(key)
-        for key in self.damaged.keys() - present:
-            del self.damaged[key]
-        news = []
-        for key in sorted(present - self.index.entries.keys()):
-            known_damage = key in self.damaged
+        with self._lock:
+            for key in before - present:
+                self.forget(key)
+            new = sorted(present - self.index.entries.keys())
+            known_damage = set(self.damaged)
+        news: list[Reason] = []
+        for key in new:
             try:
                 self.get(key)
             except SegmentError as miss:
-                if not known_damage:
+                if key not in known_damage and miss.reason != "absent":
                     news.append(miss.reason)
         return news
 
@@ -75,25 +108,53 @@ class Catalog:
             raise SegmentError(key, error.reason, str(error)) from error
         if known is not None and not blob.changed:
             return known
-        self._drop(key)
         if blob.value is None:
-            self.damaged.pop(key, None)
+            self.forget(key)
             raise SegmentError(key, "absent", f"no manifest {manifest_name(key)}")
         try:
             manifest = decode(key, blob.value)
         except SegmentError as miss:
-            self.damaged[key] = miss
+            with self._lock:
+                self.forget(key)
+                self.damaged[key] = Damage(miss, blob.generation)
             raise
-        self.damaged.pop(key, None)
-        self.index.add(manifest, blob.generation, len(blob.value))
-        self._usage.load(key)
-        return self.index.entries[key]
+        self._usage.load([key])
+        with self._lock:
+            self.damaged.pop(key, None)
+            self.index.add(manifest, blob.generation, len(blob.value))
+            return self.index.entries[key]
+
+    def generation(self, key: str) -> bytes | None:
+        """Of the manifest, whole or not, as it was last looked at; None if there was none."""
+        with self._lock:
+            if key in self.index.entries:
+                return self.index.entries[key].generation
+            return self.damaged[key].generation if key in self.damaged else None
+
+    def knows(self, entry: Entry) -> bool:
+        """Whether the segment is still the one of its key."""
+        with self._lock:
+            now = self.index.entries.get(entry.manifest.key)
+            return now is not None and now.generation == entry.generation
+
+    def condemn(self, key: str, created: float) -> None:
+        """Data of the segment that was created then is damaged, though its manifest is whole."""
+        with self._lock:
+            self._condemned[key] = created
+
+    def condemned(self, entry: Entry) -> bool:
+        """Whether data of a segment was found damaged."""
+        return self._condemned.get(entry.manifest.key) == entry.manifest.created
+
+    def dispensable(self, key: str) -> bool:
+        """Whether nothing is lost with a segment: it is damaged, or a sound one covers it."""
+        with self._lock:
+            if self.condemned(self.index.entries[key]):
+                return True
+            return any(not self.condemned(other) for other in self.index.covering(key))
 
     def forget(self, key: str) -> None:
         """The segment was removed."""
-        self._drop(key)
-        self.damaged.pop(key, None)
-        self._usage.forget(key)
-
-    def _drop(self, key: str) -> None:
-        self.index.remove(key)
+        with self._lock:
+            self.index.remove(key)
+            self.damaged.pop(key, None)

@@ -10,7 +10,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Reason = Literal["absent", "torn", "checksum", "foreign", "tokens differ", "version", "io"]
+Reason = Literal[
+    "absent", "torn", "checksum", "foreign", "tokens differ", "version", "io", "timeout"
+]
 """Why stored data was not used.
 
 absent: nothing is stored under that name, or not any more.
@@ -20,7 +22,11 @@ foreign: written by something else, for another segment, or for another place in
 tokens differ: the key was found, what it was made from is not what was asked for.
 version: written in another version of the format.
 io: the device or the network failed.
+timeout: a unit was not there in time.
 """
+
+DAMAGED: frozenset[Reason] = frozenset(("absent", "torn", "checksum", "foreign"))
+"""Reasons that do not pass by themselves: what was found so must be written anew."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -44,7 +50,22 @@ class UnknownKeyError(ValueError):
 
 
 class StoreFullError(OSError):
-    """Everything that could be evicted is in use, so there is no room for another segment."""
+    """Everything that could be evicted is open, so there is no room for another segment.
+
+    Closing open segments, the least recently used first, makes room; then `put` may be tried again.
+
+    Attributes:
+      missing: bytes that have to be freed still.
+      open_bytes: bytes that segments occupy which this process has open.
+    """
+
+    def __init__(self, missing: int, open_bytes: int) -> None:
+        super().__init__(
+            f"{missing} bytes are missing, and open segments hold {open_bytes}; close some of "
+            "them, or open the store with a larger max_bytes"
+        )
+        self.missing = missing
+        self.open_bytes = open_bytes
 
 
 class StoreError(OSError):
@@ -109,6 +130,16 @@ class ReadFailedError(OSError):
             f"{len(units)} units could not be read ({reason}), the first "
             f"[layer group, head group, kind, page] = {first}: {detail}"
         )
+
+
+def late(doing: str, waited_s: float) -> StoreError:
+    """What a wait without an answer is: an OSError with ETIMEDOUT, of reason "io".
+
+    Args:
+      doing: what was being done, as in "writing segments/x.json".
+      waited_s: seconds.
+    """
+    return StoreError(errno.ETIMEDOUT, f"{doing}: no answer in {waited_s:g} s")
 
 
 def fault(error: BaseException, doing: str) -> StoreError:

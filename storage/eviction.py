@@ -10,18 +10,20 @@ def victims(
     segments: Sequence[SegmentInfo],
     room: int,
     pinned: Collection[str],
-    covered: Callable[[str], bool],
+    dispensable: Callable[[str], bool],
+    last: str = "",
 ) -> list[str]:
     """Keys of the segments to remove, so that the others fit.
 
-    A segment whose pages a longer one holds as well goes first: without it nothing is lost. Then
-    the least recently used go.
+    A segment that is dispensable goes first, as one whose pages and sketches a longer one holds
+    as well. Then the least recently used go.
 
     Args:
       segments: all there are.
       room: bytes that those which stay may occupy.
       pinned: keys of segments that must stay.
-      covered: whether another segment holds all pages of the one of this key.
+      dispensable: whether nothing is lost without the segment of this key.
+      last: the key of a segment that goes after all others: it is about to be replaced.
 
     Raises:
       StoreFullError: those that must stay need more.
@@ -29,14 +31,17 @@ def victims(
     used = sum(info.bytes for info in segments)
     loose = [info for info in segments if info.key not in pinned]
     chosen = []
-    for info in sorted(loose, key=lambda info: (not covered(info.key), info.last_used, info.key)):
+
+    def rank(info: SegmentInfo) -> tuple[bool, bool, float, str]:
+        needed = not dispensable(info.key)
+        return needed and info.key == last, needed, info.last_used, info.key
+
+    for info in sorted(loose, key=rank):
         if used <= room:
             break
         chosen.append(info.key)
         used -= info.bytes
     if used > room:
-        raise StoreFullError(
-            f"{used} bytes are in use by open segments, {max(room, 0)} is what the others leave of "
-            "max_bytes; close segments, or open the store with a larger max_bytes"
-        )
+        held = sum(info.bytes for info in segments if info.key in pinned)
+        raise StoreFullError(used - room, held)
     return chosen

@@ -7,20 +7,28 @@ written by something else is noticed when it is read.
 """
 
 import base64
-import binascii
 import dataclasses
 import hashlib
 import json
+import math
+import re
 from typing import Any
 
 import numpy as np
 
 from kvjax.storage.errors import SegmentError
 from kvjax.storage.keys import Identity, page_keys, token_array
-from kvjax.storage.layout import Grid, Layout
+from kvjax.storage.layout import Grid, Layout, numpy_dtype
 
 MAGIC = "kvjax prefix segment"
 VERSION = 2
+
+FOLDER = re.compile(r"(?P<key>[0-9a-f]{64})\.(?P<begun>[0-9]{1,15})\.[0-9a-f]{8}")
+"""A folder of data: the segment's key, when writing began in ms since 1970, and a random number."""
+
+SKETCH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,15 @@ class Manifest:
     data_bytes: int  # of the units, their index and description, and the sketches
     array_sha256: str  # of zarr.json
     sketches: tuple[SketchEntry, ...]
+
+    @property
+    def sketch_names(self) -> frozenset[str]:
+        """Names of the arrays that are kept with the pages."""
+        return frozenset(entry.name for entry in self.sketches)
+
+    def has_sketch(self, group: str) -> bool:
+        """Whether there are arrays named GROUP.PART, where PART has no dot."""
+        return any(name.rpartition(".")[:2] == (group, ".") for name in self.sketch_names)
 
     def encode(self) -> bytes:
         """The manifest as JSON."""
@@ -86,7 +103,7 @@ def decode(key: str, data: bytes) -> Manifest:
     """
     try:
         parsed = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SegmentError(key, "torn", f"its manifest is no JSON ({error})") from error
     if not isinstance(parsed, dict) or parsed.get("magic") != MAGIC:
         raise SegmentError(key, "foreign", f"its manifest does not start with {MAGIC!r}")
@@ -98,7 +115,7 @@ def decode(key: str, data: bytes) -> Manifest:
         raise SegmentError(key, "checksum", "its manifest is not what was written")
     try:
         manifest = _from_body(body)
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         detail = f"its manifest lacks or mistakes a field: {error}"
         raise SegmentError(key, "foreign", detail) from error
     made_from = segment_key(manifest.identity, manifest.grid, manifest.tokens)
@@ -109,14 +126,23 @@ def decode(key: str, data: bytes) -> Manifest:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
+    for name, value in (*body["layout"].items(), *body["grid"].items()):
+        kind = {"split_kv": bool, "dtype": str}.get(name, int)
+        _check(name, value, type(value) is kind)
     grid = Grid(layout=Layout(**body["layout"]), **body["grid"])
     tokens = token_array(np.frombuffer(base64.b64decode(body["tokens"], validate=True), "<i4"))
     if len(tokens) != grid.pages * grid.layout.page_size:
         raise ValueError(f"{len(tokens)} tokens for {grid.pages} pages")
-    sketches = tuple(
-        SketchEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in body["sketches"]
-    )
+    sketches = tuple(_sketch(entry) for entry in body["sketches"])
     same = {name: body[name] for name in ("key", "label", "folder", "created", "data_bytes")}
+    folder = FOLDER.fullmatch(body["folder"])  # it is joined to paths, and removed with the segment
+    _check("folder", body["folder"], folder is not None and folder["key"] == body["key"])
+    _check("label", body["label"], isinstance(body["label"], str))
+    created = body["created"]
+    _check("created", created, type(created) in (int, float) and 0 <= created < 1e11)
+    _check("data_bytes", body["data_bytes"], type(body["data_bytes"]) is int)
+    _check("data_bytes", body["data_bytes"], 0 <= body["data_bytes"] < 1 << 63)
+    _check("array_sha256", body["array_sha256"], bool(_DIGEST.fullmatch(body["array_sha256"])))
     return Manifest(
         identity=Identity(**body["identity"]),
         grid=grid,
@@ -125,6 +151,21 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         sketches=sketches,
         **same,
     )
+
+
+def _sketch(fields: dict[str, Any]) -> SketchEntry:
+    entry = SketchEntry(**(fields | {"shape": tuple(fields["shape"])}))
+    _check("sketch name", entry.name, bool(SKETCH_NAME.fullmatch(entry.name)))
+    _check("sketch shape", entry.shape, all(type(n) is int and n >= 0 for n in entry.shape))
+    size = math.prod(entry.shape) * numpy_dtype(entry.dtype).itemsize
+    _check("sketch bytes", entry.bytes, type(entry.bytes) is int and entry.bytes == size)
+    _check("sketch sha256", entry.sha256, bool(_DIGEST.fullmatch(entry.sha256)))
+    return entry
+
+
+def _check(name: str, value: object, good: bool) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}")
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -10,13 +10,14 @@ processes may read and write one store at the same time.
 """
 
 import collections
+import contextlib
 import dataclasses
 import os
 import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Shaped
@@ -24,11 +25,13 @@ from jaxtyping import Shaped
 from kvjax.storage.blobs import Blobs
 from kvjax.storage.catalog import Catalog, manifest_name
 from kvjax.storage.errors import (
+    DAMAGED,
     REASONS,
     ReadOnlyStoreError,
     Reason,
     SegmentError,
     SegmentTooLargeError,
+    StoreError,
     UnknownKeyError,
 )
 from kvjax.storage.eviction import victims
@@ -70,7 +73,14 @@ class PageStore:
                 units = np.array([[0, 0, 0, page] for page in range(match.pages)], np.int32)
                 first = segment.read(units)[0].result()
 
-    Threads may share one.
+    Threads may share one; none waits for what another one asks of the store, but writers for each
+    other while they make room.
+
+    Attributes:
+      url: where it is.
+      max_bytes: the most that all segments may occupy; None if there is no limit.
+      read_only: whether it is never written.
+      timeout_s: the longest wait for one answer of the store, in seconds.
     """
 
     def __init__(self, blobs: Blobs, max_bytes: int | None, read_only: bool) -> None:
@@ -78,14 +88,17 @@ class PageStore:
         self.url = blobs.url
         self.max_bytes = max_bytes
         self.read_only = read_only
+        self.timeout_s = blobs.timeout_s
         self._blobs = blobs
         self._usage = UsageLog(blobs, read_only)
         self._catalog = Catalog(blobs, self._usage)
         self._misses: collections.Counter[Reason] = collections.Counter()
         self._evicted = 0
         self._reserved = 0  # bytes of segments that are being written
+        self._replaced: dict[str, int] = {}  # bytes of folders whose segment was written anew here
         self._open: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # never held while the store is asked
+        self._eviction = threading.Lock()
 
     @classmethod
     def open(
@@ -94,6 +107,7 @@ class PageStore:
         *,
         max_bytes: int | None = None,
         read_only: bool = False,
+        timeout_s: float = 30.0,
     ) -> "PageStore":
         """Opens a store, or makes one where there is nothing.
 
@@ -102,23 +116,27 @@ class PageStore:
           max_bytes: the most that all segments may occupy; None sets no limit. A store that holds
             more evicts segments now, and removes what stopped writers left.
           read_only: never write, not even hit counts.
+          timeout_s: the longest wait for one answer of the store, in seconds. What takes longer is
+            a `StoreError` with errno ETIMEDOUT, a miss of reason "io" where it is one segment's.
 
         Raises:
           NotAStoreError: the URL holds something else or another version, or, with
             read_only=True, nothing.
           StoreError: it cannot be read or made.
-          ValueError: max_bytes is below 1.
+          ValueError: max_bytes is below 1, or timeout_s not above 0.
         """
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}; give a number of bytes, or None")
-        blobs = Blobs(url)
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; give seconds above 0")
+        blobs = Blobs(url, timeout_s)
         check_marker(blobs, read_only)
         store = cls(blobs, max_bytes, read_only)
         store.refresh()
         if max_bytes is not None and not read_only:
             store.gc()
-            with store._lock:
-                store._make_room(0, "")
+            with store._room(0, ""):
+                pass
         return store
 
     def put(
@@ -134,7 +152,10 @@ class PageStore:
     ) -> SegmentInfo:
         """Stores the full pages of a prompt; returns when they are on the device.
 
-        A segment that is stored already is not written again: pages never change.
+        A segment that is stored already, with sketches of all these names, is not written again:
+        pages never change, nor do sketches. One that lacks some is replaced in one step by one that
+        has all of both. So is one that was reported damaged, and the sketches given here count. Who
+        has the former open reads on: its data is left to gc.
 
         Args:
           identity: what keys and values depend on besides the tokens.
@@ -155,28 +176,25 @@ class PageStore:
           StoreError: it cannot be written; `errno` says why, as ENOSPC. Nothing was published.
         """
         self._check_writable("put")
-        new = draft(identity, tokens, k, v, layout, sketches or {}, label)
-        key = new.manifest.key
-        with self._lock:
-            replaces = None
-            try:
-                return self._open_segment(key).info
-            except SegmentError as miss:
-                if miss.reason == "version":
-                    raise
-                if miss.reason != "absent":
-                    self._misses[miss.reason] += 1
-                    replaces = self._blobs.read(manifest_name(key)).generation
+        arrays = dict(sketches or {})
+        while True:
+            new = draft(identity, tokens, k, v, layout, arrays, label)
+            key = new.manifest.key
+            stored = self._stored(key, arrays)
+            if isinstance(stored, SegmentInfo):
+                return stored
+            if stored is not arrays:
+                arrays = stored
+                new = draft(identity, tokens, k, v, layout, arrays, label)
             self._check_size(new.bytes, key, label)
-            self._make_room(new.bytes, key)
-            self._reserved += new.bytes
-        try:
-            write_segment(self._blobs, new, replaces)
-        finally:
-            with self._lock:
-                self._reserved -= new.bytes
-        with self._lock:
-            return self._info(self._catalog.get(key))
+            with self._room(new.bytes, key):
+                former = self._catalog.index.entries.get(key)
+                published = write_segment(self._blobs, new, self._catalog.generation(key))
+                if published and former is not None:
+                    with self._lock:
+                        self._replaced[former.manifest.folder] = former.manifest.data_bytes
+            if published:
+                return self._info(self._catalog.get(key))
 
     def find(
         self,
@@ -185,6 +203,7 @@ class PageStore:
         page_size: int = 16,
         *,
         layout: Layout | None = None,
+        sketch: str | None = None,
     ) -> Match | None:
         """The segment that holds the most of a prompt's first full pages.
 
@@ -196,6 +215,7 @@ class PageStore:
           tokens: the prompt's token ids.
           page_size: tokens in a page.
           layout: only segments of this layout, whose page size counts then; None takes any.
+          sketch: only segments with arrays of this name, stored as NAME.PART; None takes any.
 
         Returns:
           The segment, open, and how many pages it shares with the prompt; None if that is none.
@@ -206,23 +226,47 @@ class PageStore:
         """
         ids = token_array(tokens)
         size = page_size if layout is None else layout.page_size
-        with self._lock:
-            found, rejected = self._catalog.index.candidates(identity, ids, size, layout)
-            if not found or found[0].pages < len(ids) // size:
-                self.refresh()
-                found, rejected = self._catalog.index.candidates(identity, ids, size, layout)
-            self._misses.update(rejected)
-            for candidate in found:
-                try:
-                    segment = self._open_segment(candidate.key)
-                except SegmentError as miss:
-                    self._misses[miss.reason] += 1
+        found, rejected = self._catalog.candidates(identity, ids, size, layout)
+        fitting = (one.pages for one in found if sketch is None or one.manifest.has_sketch(sketch))
+        if next(fitting, 0) < len(ids) // size:
+            self.refresh()
+            found, rejected = self._catalog.candidates(identity, ids, size, layout)
+        misses: list[Reason] = list(rejected)
+        match = None
+        for candidate in found:
+            try:
+                entry = self._catalog.get(candidate.key)
+                lacking = sketch is not None and not entry.manifest.has_sketch(sketch)
+                if lacking or self._catalog.condemned(entry):
                     continue
-                self._usage.bump(candidate.key, time.time())
-                return Match(segment, candidate.pages)
-            if not found and not rejected:
-                self._misses["absent"] += 1
-            return None
+                match = Match(self._opened(entry), candidate.pages)
+            except SegmentError as miss:
+                misses.append(miss.reason)
+                continue
+            self._usage.bump(candidate.key, time.time())
+            break
+        if match is None and not misses:
+            misses.append("absent")
+        with self._lock:
+            self._misses.update(misses)
+        return match
+
+    def report(self, key: str, reason: Reason, created: float) -> None:
+        """Takes note of a fault that a reader of an open segment met; counted as a miss.
+
+        What does not pass by itself (see `errors.DAMAGED`) condemns the segment: this process does
+        not find it any more, and `put` of the same pages writes it anew. Other processes find out
+        by themselves.
+
+        Args:
+          key: the segment's, as in its `SegmentInfo`.
+          reason: of the `UnitError` or `SegmentError`, or "timeout".
+          created: the segment's, as in its `SegmentInfo`: one written since is not meant.
+        """
+        with self._lock:
+            self._misses[reason] += 1
+        if reason in DAMAGED:
+            self._catalog.condemn(key, created)
 
     def open_segment(self, key: str) -> Segment:
         """Opens a segment by its key.
@@ -232,12 +276,12 @@ class PageStore:
           SegmentError: there is none, or it cannot be used; counted.
         """
         _check_key(key)
-        with self._lock:
-            try:
-                return self._open_segment(key)
-            except SegmentError as miss:
+        try:
+            return self._opened(self._catalog.get(key))
+        except SegmentError as miss:
+            with self._lock:
                 self._misses[miss.reason] += 1
-                raise
+            raise
 
     def full_key(self, digits: str) -> str:
         """The key that starts with these digits, of a segment that may be damaged.
@@ -269,9 +313,8 @@ class PageStore:
         Raises:
           StoreError: manifests cannot be listed.
         """
-        with self._lock:
-            self.refresh()
-            infos = [self._info(entry) for entry in self._catalog.index.entries.values()]
+        self.refresh()
+        infos = [self._info(entry) for entry in self._catalog.entries()]
         return sorted(infos, key=lambda info: (-info.last_used, info.key))
 
     def refresh(self) -> None:
@@ -280,8 +323,9 @@ class PageStore:
         Raises:
           StoreError: manifests cannot be listed.
         """
+        news = self._catalog.refresh()
         with self._lock:
-            self._misses.update(self._catalog.refresh())
+            self._misses.update(news)
 
     def remove(self, key: str) -> int:
         """Removes a segment, also a damaged one.
@@ -298,15 +342,16 @@ class PageStore:
         """
         self._check_writable("remove")
         _check_key(key)
-        with self._lock:
-            try:
-                entry = self._catalog.get(key)
-            except SegmentError as miss:
-                if miss.reason == "absent":
-                    raise
-                entry = None
-            self._remove(key, entry)
-            return entry.bytes if entry else 0
+        try:
+            entry = self._catalog.get(key)
+        except SegmentError as miss:
+            if miss.reason == "absent":
+                raise
+            entry = None
+        self._blobs.delete(manifest_name(key))
+        self._catalog.forget(key)
+        self._delete_data(key, entry)
+        return entry.bytes if entry else 0
 
     def verify(self, key: str | None = None) -> list[Finding]:
         """Reads everything of one segment, or of all, and compares checksums.
@@ -321,7 +366,11 @@ class PageStore:
         if key is not None:
             _check_key(key)
         keys = [key] if key is not None else self._catalog.names()
-        return [finding for name in keys for finding in verify(name, self._open_locked)]
+
+        def opened(name: str) -> Segment:
+            return self._opened(self._catalog.get(name))
+
+        return [finding for name in keys for finding in verify(name, opened, self.timeout_s)]
 
     def gc(self, *, min_age_s: float = GC_AGE_S) -> Freed:
         """Removes data that no manifest names, and manifests that cannot be read any more.
@@ -338,8 +387,15 @@ class PageStore:
         """
         self._check_writable("gc")
         with self._lock:
-            self.refresh()
-            return collect_garbage(self._blobs, self._catalog, min_age_s)
+            in_use = {segment.folder for segment in self._open if not segment.closed}
+        folders = self._blobs.folders("data/")
+        self.refresh()
+        known = set(self._catalog.damaged)
+        freed = collect_garbage(self._blobs, self._catalog, folders, min_age_s, in_use)
+        found = list(self._catalog.damaged.items())
+        with self._lock:
+            self._misses.update(now.miss.reason for key, now in found if key not in known)
+        return freed
 
     def stats(self) -> StoreStats:
         """Sizes, ages and counts.
@@ -365,18 +421,50 @@ class PageStore:
 
     def flush(self) -> None:
         """Waits until hit counts are written, or known to be lost."""
-        with self._lock:
-            self._usage.flush()
+        self._usage.flush()
 
-    def _open_locked(self, key: str) -> Segment:
-        with self._lock:
-            return self._open_segment(key)
-
-    def _open_segment(self, key: str) -> Segment:
-        entry = self._catalog.get(key)
+    def _opened(self, entry: Entry) -> Segment:
         segment = Segment(self._blobs, entry.manifest, self._info(entry))
-        self._open.add(segment)
+        with self._lock:
+            if not self._catalog.knows(entry):
+                raise SegmentError(entry.manifest.key, "absent", "it was removed just now")
+            self._open.add(segment)
         return segment
+
+    def _stored(
+        self, key: str, arrays: dict[str, np.ndarray]
+    ) -> SegmentInfo | dict[str, np.ndarray]:
+        """A sound segment that has sketches of these names, or what one must have in its place.
+
+        Raises:
+          SegmentError: it is of another version.
+          StoreError: the store fails, so that it is not known what is there.
+        """
+        kept: dict[str, np.ndarray] = {}
+        try:
+            entry = self._catalog.get(key)
+            with self._opened(entry) as segment:
+                condemned = self._catalog.condemned(entry)
+                if arrays.keys() <= segment.sketch_names and not condemned:
+                    return segment.info
+                for name in segment.sketch_names - (arrays.keys() if condemned else set()):
+                    try:
+                        kept[name] = segment.sketch(name)
+                    except SegmentError as miss:
+                        self._count_damage(miss)
+        except SegmentError as miss:
+            self._count_damage(miss)
+        return arrays | kept if kept else arrays
+
+    def _count_damage(self, miss: SegmentError) -> None:
+        """Counts what is damaged, which is written anew; raises what is not."""
+        if miss.reason == "version":
+            raise miss
+        if miss.reason == "io":
+            raise miss.__cause__ if isinstance(miss.__cause__, StoreError) else miss
+        if miss.reason != "absent":
+            with self._lock:
+                self._misses[miss.reason] += 1
 
     def _info(self, entry: Entry) -> SegmentInfo:
         manifest, grid = entry.manifest, entry.manifest.grid
@@ -396,23 +484,73 @@ class PageStore:
             hits=use.hits,
         )
 
-    def _make_room(self, wanted: int, key: str) -> None:
-        """Evicts segments until `wanted` more bytes fit for the segment `key`."""
-        if self.max_bytes is None:
-            return
-        self.refresh()
-        pinned = {segment.info.key for segment in self._open if not segment.closed} | {key}
-        infos = [self._info(entry) for entry in self._catalog.index.entries.values()]
-        room = self.max_bytes - self._reserved - wanted
-        for victim in victims(infos, room, pinned, self._catalog.index.covered):
-            self._remove(victim, self._catalog.index.entries[victim])
-            self._evicted += 1
+    @contextlib.contextmanager
+    def _room(self, wanted: int, key: str) -> Iterator[None]:
+        """Evicts segments until `wanted` more bytes fit; they are reserved inside the `with`.
 
-    def _remove(self, key: str, entry: Entry | None) -> None:
-        self._blobs.delete(manifest_name(key))
-        self._catalog.forget(key)
+        Args:
+          wanted: bytes.
+          key: of the segment that is to be written; what is there of it is evicted last.
+        """
+        if self.max_bytes is not None:
+            with self._eviction:
+                self._evict(self.max_bytes, wanted, key)
+        else:
+            with self._lock:
+                self._reserved += wanted
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved -= wanted
+
+    def _evict(self, max_bytes: int, wanted: int, key: str) -> None:
+        self.refresh()
+        if self._used() + wanted > max_bytes:
+            self._drop_replaced(max_bytes - wanted)
+        if self._used() + wanted > max_bytes:
+            self._usage.load([entry.manifest.key for entry in self._catalog.entries()])
+        with self._lock:
+            pinned = {segment.info.key for segment in self._open if not segment.closed}
+            entries = {entry.manifest.key: entry for entry in self._catalog.entries()}
+            infos = [self._info(entry) for entry in entries.values()]
+            room = max_bytes - self._reserved - sum(self._replaced.values()) - wanted
+            chosen = victims(infos, room, pinned, self._catalog.dispensable, key)
+            for victim in chosen:  # at once, so that nobody opens one of them any more
+                self._catalog.forget(victim)
+            self._reserved += wanted
+        try:
+            for victim in chosen:
+                if self._blobs.delete_if(manifest_name(victim), entries[victim].generation):
+                    self._delete_data(victim, entries[victim])
+                    self._evicted += 1
+        except BaseException:
+            with self._lock:
+                self._reserved -= wanted
+            raise
+
+    def _used(self) -> int:
+        """Bytes of what is stored, is being written, and is left of what was replaced."""
+        with self._lock:
+            stored = sum(entry.bytes for entry in self._catalog.entries())
+            return stored + self._reserved + sum(self._replaced.values())
+
+    def _drop_replaced(self, limit: int) -> None:
+        """Removes what is left of replaced segments that are not open, while more is used."""
+        with self._lock:
+            in_use = {segment.folder for segment in self._open if not segment.closed}
+            idle = [folder for folder in self._replaced if folder not in in_use]
+        for folder in idle:
+            if self._used() > limit:
+                self._blobs.delete_folder(f"data/{folder}/")
+                with self._lock:
+                    self._replaced.pop(folder, None)
+
+    def _delete_data(self, key: str, entry: Entry | None) -> None:
+        """Removes what belongs to a segment whose manifest is gone."""
         if entry is not None:
             self._blobs.delete_folder(f"data/{entry.manifest.folder}/")
+        self._usage.forget(key)
         self._blobs.delete(f"use/{key}.json")
 
     def _check_size(self, size: int, key: str, label: str) -> None:

@@ -25,12 +25,13 @@ class Entry:
         return self.manifest.data_bytes + self.manifest_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
     """A segment that holds the first pages of a prompt."""
 
     key: str
     pages: int
+    manifest: Manifest  # as it was last read
 
 
 class PrefixIndex:
@@ -64,10 +65,6 @@ class PrefixIndex:
             if not holders:
                 self._holders.pop(name, None)
 
-    def total_bytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(entry.bytes for entry in self.entries.values())
-
     def candidates(
         self, identity: Identity, tokens: np.ndarray, page_size: int, layout: Layout | None
     ) -> tuple[list[Candidate], set[Reason]]:
@@ -81,7 +78,7 @@ class PrefixIndex:
 
         Returns:
           Candidates with the most pages first (of equals the longest segment, which serves the
-          most prompts), and the reasons why a segment with a fitting key was none.
+          most prompts, then the newest), and the reasons why a segment with a fitting key was none.
         """
         found: dict[str, Candidate] = {}
         rejected: set[Reason] = set()
@@ -98,21 +95,28 @@ class PrefixIndex:
                 ):
                     rejected.add("tokens differ")
                 else:
-                    found[key] = Candidate(key, page)
+                    found[key] = Candidate(key, page, manifest)
 
-        def rank(candidate: Candidate) -> tuple[int, int, str]:
-            pages = self.entries[candidate.key].manifest.grid.pages
-            return -candidate.pages, -pages, candidate.key
+        def rank(candidate: Candidate) -> tuple[int, int, float, str]:
+            manifest = candidate.manifest
+            return -candidate.pages, -manifest.grid.pages, -manifest.created, candidate.key
 
         return sorted(found.values(), key=rank), rejected
 
-    def covered(self, key: str) -> bool:
-        """Whether another segment of the same layout and dtype holds all pages of this one."""
+    def covering(self, key: str) -> list[Entry]:
+        """Other segments of the same layout and dtype that hold all that is in this one.
+
+        That is all of its pages, and sketches of the same names.
+        """
         entry = self.entries[key]
-        grid = entry.manifest.grid
-        return any(
-            other != key
-            and self.entries[other].manifest.grid.layout == grid.layout
-            and self.entries[other].manifest.grid.dtype == grid.dtype
-            for other in self._holders[entry.page_keys[-1]]
+        own = entry.manifest
+        others = (
+            self.entries[other] for other in self._holders[entry.page_keys[-1]] if other != key
         )
+        return [
+            other
+            for other in others
+            if other.manifest.grid.layout == own.grid.layout
+            and other.manifest.grid.dtype == own.grid.dtype
+            and other.manifest.sketch_names >= own.sketch_names
+        ]

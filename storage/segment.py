@@ -55,6 +55,7 @@ class Segment:
       info: what is known of it.
       tokens: int32 [pages * page_size], read-only.
       grid: extents and bytes of units and shards.
+      folder: where the data is, under data/.
     """
 
     def __init__(self, blobs: Blobs, manifest: Manifest, info: SegmentInfo) -> None:
@@ -66,6 +67,7 @@ class Segment:
         self.info = info
         self.tokens = manifest.tokens
         self.grid: Grid = manifest.grid
+        self.folder = manifest.folder
         self.closed = False
         self._blobs = blobs
         self._manifest = manifest
@@ -100,6 +102,20 @@ class Segment:
         """
         wanted = (entry for entry in self._manifest.sketches if entry.name.startswith(prefix))
         return {entry.name: self._sketch(entry) for entry in wanted}
+
+    @property
+    def sketch_names(self) -> frozenset[str]:
+        """Names of the sketches that were written with the segment."""
+        return self._manifest.sketch_names
+
+    def sketch(self, name: str) -> np.ndarray:
+        """One sketch.
+
+        Raises:
+          KeyError: there is none of this name.
+          SegmentError: it is not what was written.
+        """
+        return self._sketch({entry.name: entry for entry in self._manifest.sketches}[name])
 
     def read(self, units: Integer[np.ndarray, "n 4"]) -> list[UnitRead]:
         """Starts to read units, all in one batch; never blocks.

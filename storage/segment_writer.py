@@ -1,6 +1,7 @@
 """Writes a segment so that it is there whole or not at all."""
 
 import dataclasses
+import errno
 import hashlib
 import secrets
 import time
@@ -13,7 +14,7 @@ from kvjax.storage.catalog import manifest_name
 from kvjax.storage.errors import StoreError
 from kvjax.storage.keys import Identity, token_array
 from kvjax.storage.layout import Grid, Layout
-from kvjax.storage.manifest import Manifest, segment_key
+from kvjax.storage.manifest import FOLDER, Manifest, segment_key
 from kvjax.storage.sketch_files import encode_sketches
 from kvjax.storage.unit_array import description, open_array, write_shards
 from kvjax.storage.unit_tags import folder_number
@@ -91,8 +92,8 @@ def draft(
 
 def folder_age(folder: str) -> float | None:
     """Seconds since a folder under data/ was begun, by its name; None if it is no such name."""
-    parts = folder.split(".")
-    return time.time() - int(parts[1]) / 1000 if len(parts) == 3 and parts[1].isdecimal() else None
+    found = FOLDER.fullmatch(folder)
+    return time.time() - int(found["begun"]) / 1000 if found else None
 
 
 def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
@@ -101,7 +102,7 @@ def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
     Args:
       blobs: the store.
       segment: what to write.
-      replaces: the generation of a damaged manifest to write over; None if there is none.
+      replaces: the generation of the manifest to write over; None if there is none.
 
     Returns:
       True; False if another writer has published the same segment meanwhile. Then nothing is left
@@ -112,19 +113,25 @@ def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
     """
     manifest = segment.manifest
     prefix = f"data/{manifest.folder}/"
-    published = False
+    publishing = leave = False
     try:
         blobs.write(prefix + "zarr.json", segment.zarr_json)
         array = open_array(blobs, prefix, segment.zarr_json)
         number = folder_number(manifest.folder)
-        write_shards(array, manifest.grid, number, segment.keys, segment.values)
+        wait_s = blobs.time_for(manifest.grid.array_bytes // manifest.grid.shards)
+        write_shards(array, manifest.grid, number, segment.keys, segment.values, wait_s)
         for name, data in segment.sketches.items():
             blobs.write(f"{prefix}sketches/{name}", data)
-        published = blobs.write_if(manifest_name(manifest.key), segment.encoded, replaces)
+        publishing = True
+        leave = blobs.write_if(manifest_name(manifest.key), segment.encoded, replaces)
+        return leave
+    except StoreError as error:
+        # Late is not never: it may be published still. If it is not, gc takes it.
+        leave = publishing and error.errno == errno.ETIMEDOUT
+        raise
     finally:
-        if not published:
+        if not leave:
             _remove_unpublished(blobs, prefix)
-    return published
 
 
 def _remove_unpublished(blobs: Blobs, prefix: str) -> None:

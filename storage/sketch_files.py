@@ -1,16 +1,13 @@
 """Sketches as plain bytes: small arrays that are kept beside the units and read whole."""
 
 import hashlib
-import re
 from collections.abc import Mapping
 
 import numpy as np
 import tensorstore as ts
 
 from kvjax.storage.layout import numpy_dtype
-from kvjax.storage.manifest import SketchEntry
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+from kvjax.storage.manifest import SKETCH_NAME, SketchEntry
 
 
 def encode_sketches(
@@ -23,7 +20,7 @@ def encode_sketches(
     """
     entries, data = [], {}
     for name, sketch in sorted(sketches.items()):
-        if not _NAME.fullmatch(name):
+        if not SKETCH_NAME.fullmatch(name):
             raise ValueError(
                 f"sketch name {name!r} is no file name; use up to 100 letters, digits and _ . -"
             )

@@ -6,6 +6,7 @@ ones of each are its tag (`kvjax.storage.unit_tags`).
 """
 
 import collections
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from kvjax.storage.blobs import STATUS_ERRORS, Blobs
-from kvjax.storage.errors import fault
+from kvjax.storage.errors import fault, late
 from kvjax.storage.layout import Grid
 from kvjax.storage.unit_tags import split_tags, tags_of
 
@@ -75,16 +76,32 @@ def open_array(blobs: Blobs, prefix: str, zarr_json: bytes) -> Any:
         "recheck_cached_data": False,
     }
     try:
-        return ts.open(spec, kvstore=blobs.kvstore / prefix, open=True).result()
+        opening = ts.open(spec, kvstore=blobs.kvstore / prefix, open=True)
+        return opening.result(timeout=blobs.timeout_s)
     except STATUS_ERRORS as error:
         raise fault(error, f"opening the array in {blobs.url}{prefix}") from error
 
 
-def write_shards(array: Any, grid: Grid, number: int, keys: np.ndarray, values: np.ndarray) -> None:
+def write_shards(
+    array: Any,
+    grid: Grid,
+    number: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+    timeout_s: float | None = None,
+) -> None:
     """Writes keys and values [L, N, H, P, D] of the folder with a number, a few shards at a time.
 
+    Args:
+      array: as `open_array` gives it.
+      grid: the segment's extents.
+      number: of the folder, see `unit_tags`.
+      keys: of all layers.
+      values: of all layers.
+      timeout_s: the longest wait for one shard; None waits for ever.
+
     Raises:
-      StoreError: a shard cannot be written.
+      StoreError: a shard cannot be written, or not in time.
     """
     layer_groups, head_groups, kinds, pages = grid.units
     in_flight: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
@@ -92,7 +109,8 @@ def write_shards(array: Any, grid: Grid, number: int, keys: np.ndarray, values: 
         for layer_group, head_group in itertools.product(range(layer_groups), range(head_groups)):
             if len(in_flight) == _SHARDS_IN_FLIGHT:
                 future, shard = in_flight.popleft()
-                future.result()  # and its memory serves again: fresh pages would cost a third more
+                future.result(timeout=timeout_s)
+                # Its memory serves again: fresh pages would cost a third more.
             else:
                 shard = np.empty((pages, kinds, grid.stored_elements), _bits(grid))
             units, tags = split_tags(grid, shard)
@@ -101,12 +119,16 @@ def write_shards(array: Any, grid: Grid, number: int, keys: np.ndarray, values: 
             tags[:] = tags_of(number, first + np.arange(pages * kinds).reshape(pages, kinds))
             in_flight.append((start_write(array, grid, layer_group, head_group, shard), shard))
         while in_flight:
-            in_flight.popleft()[0].result()
+            in_flight.popleft()[0].result(timeout=timeout_s)
+    except TimeoutError as error:
+        raise late("writing units", timeout_s or 0.0) from error
     except STATUS_ERRORS as error:
         raise fault(error, "writing units") from error
     finally:
         for future, _ in in_flight:
-            future.commit.exception()  # its outcome does not matter any more, its end does
+            with contextlib.suppress(TimeoutError):
+                # Its outcome does not matter any more, its end does.
+                future.commit.exception(timeout=timeout_s)
 
 
 def start_write(

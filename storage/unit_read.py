@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,35 @@ class UnitRead:
         """
         return self._group.result(self._row, timeout)
 
+    def late(self, waited_s: float) -> UnitError:
+        """The error for a unit that was not there in time.
+
+        Args:
+          waited_s: seconds.
+        """
+        return self._group.late(self._row, waited_s)
+
     def add_done_callback(self, callback: Callable[["UnitRead"], object]) -> None:
         """Calls back once, in any thread, when the batch it was started in has ended."""
         self._group.add_done_callback(lambda: callback(self))
+
+
+def units_in_time(reads: Sequence[UnitRead], timeout_s: float) -> Iterator[np.ndarray]:
+    """The units of one read, one after the other.
+
+    Args:
+      reads: as `Segment.read` gives them.
+      timeout_s: the longest wait for all of them, in seconds.
+
+    Raises:
+      UnitError: one cannot be read; with reason "timeout", it is not there in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    for read in reads:
+        try:
+            yield read.result(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise read.late(timeout_s) from error
 
 
 class UnitGroup:
@@ -103,6 +129,10 @@ class UnitGroup:
             return self._unit(units, row, self._where)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         return self._result_alone(row, left)
+
+    def late(self, row: int, waited_s: float) -> UnitError:
+        """The error for unit number `row`, as `UnitRead.late`."""
+        return self._error(int(self._where[row]), "timeout", f"no answer in {waited_s:g} s")
 
     def _wait(self, timeout: float | None) -> _Units | None:
         """What the read brought, None if it failed."""
