@@ -14,6 +14,7 @@ from kvjax.storage.manifest import Manifest, SketchEntry, decode, segment_key
 from tests.storage.pages import IDENTITY, LAYOUT, D, H, L, N, token_ids
 
 GRID = Grid(LAYOUT, L, N, H, D, "bfloat16")
+GRID_FIELDS = {"layers": L, "pages": N, "heads": H, "head_dim": D, "dtype": "bfloat16"}
 KEY = segment_key(IDENTITY, GRID, token_ids())
 
 
@@ -24,7 +25,7 @@ def manifest(**changes):
         "grid": GRID,
         "tokens": token_ids(),
         "label": "a “model”",
-        "folder": f"{KEY}.1.00",
+        "folder": f"{KEY}.1.00000000",
         "created": 1.7e9 + 0.123456789,
         "data_bytes": 10,
         "array_sha256": "0" * 64,
@@ -134,9 +135,67 @@ def test_fields_that_are_missing_or_make_no_sense_are_foreign(change):
         assert reason(sealed({key: body[key] for key in body if key != name})) == "foreign"
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("created", [float("inf"), float("nan"), -1, "1", None, True, 1e300]),
+        ("data_bytes", [1.5, -1, "10", None, True, 1 << 63, float("inf")]),
+        ("label", [None, 7, ["a"], {}]),
+        ("array_sha256", [None, 7, "", "0" * 63, "g" * 64]),
+        (
+            "folder",
+            [
+                *(None, 7, "", "..", "../../etc", f"{KEY}/../..", f"{KEY}.1.00", f"{KEY}.1."),
+                *(f"{'0' * 64}.1.00000000", f"{KEY}.x.00000000", f"{KEY}.1.00000000/"),
+                *(f"{KEY}.1.00000000\n", f"{KEY}.-1.00000000", f"{KEY}.{'1' * 16}.00000000"),
+            ],
+        ),
+        ("identity", [None, [], {"weights": 7}, "x"]),
+        ("tokens", [None, 7, "é", [1]]),
+        ("layout", [[], None, LAYOUT.__dict__ | {"split_kv": 0}]),
+        ("grid", [[], *({**GRID_FIELDS, "pages": wrong} for wrong in (6.0, "6", True, 1 << 80))]),
+    ],
+)
+def test_a_field_of_another_type_is_foreign_and_raises_nothing_else(field, values):
+    body = json.loads(manifest().encode())["body"]
+    assert field in body
+    for value in values:
+        assert reason(sealed(body | {field: value})) == "foreign", value
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "../../x"},
+        {"name": 7},
+        {"dtype": "no such"},
+        {"dtype": 7},
+        {"shape": 6},
+        {"shape": [2.0, 3]},
+        {"shape": [-2, -3]},
+        {"bytes": 7},
+        {"bytes": "6"},
+        {"sha256": "x"},
+        {"sha256": None},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_sketch_that_makes_no_sense_is_foreign(wrong):
+    body = json.loads(manifest().encode())["body"]
+    body["sketches"] = [body["sketches"][0] | wrong]
+    assert reason(sealed(body)) == "foreign"
+
+
+def test_a_manifest_that_is_nested_without_end_is_torn():
+    assert reason(b"[" * 100_000) == "torn"
+    assert reason(b'{"a":' * 100_000) == "torn"
+
+
 def test_the_format_has_not_moved():
     """What is on disks already has this key and this form; a change needs a new version."""
     assert KEY == "f1299938dea38df20c30ebf546089252e8438ad7b918c1fd915e4bf17e7c849d"
-    text = json.dumps(json.loads(manifest().encode()), sort_keys=True)
+    written = manifest(folder=f"{KEY}.1.00").encode()
+    text = json.dumps(json.loads(written), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     assert digest == "36d0022d3e687f9e500fade6295ad9e2da5ed89f1f9a66d468ffa7192a364e7d"
