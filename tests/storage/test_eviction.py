@@ -106,8 +106,12 @@ def test_what_is_open_is_not_evicted(tmp_path, one):
     store = PageStore.open(tmp_path / "pages", max_bytes=one)
     put(store, 0)
     match = find(store, 0)
-    with pytest.raises(StoreFullError, match="in use by open segments"):
+    with pytest.raises(StoreFullError, match="open segments hold") as caught:
         put(store, 1)
+    size = match.segment.info.bytes
+    assert caught.value.open_bytes == size
+    assert size - 100 < caught.value.missing <= size
+    assert caught.value.errno is None
     assert_holds(match.segment, *keys_and_values(0))
     match.segment.close()
     new = put(store, 1)

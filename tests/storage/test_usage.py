@@ -1,6 +1,7 @@
 """Hit counts survive a restart and never stand in anybody's way."""
 
 import json
+import threading
 
 import pytest
 
@@ -31,29 +32,45 @@ def test_a_fast_run_of_hits_is_not_a_run_of_writes(tmp_path, monkeypatch):
     store = PageStore.open(tmp_path)
     put(store)
     started = []
-    start_write = Blobs.start_write
+    start_write_if = Blobs.start_write_if
 
     class Never:
         def done(self):
             return False
 
-        def result(self):
-            return None
+        def result(self, timeout=None):
+            return self
 
-    def slow(blobs, name, value):
+        generation = b""  # another process was faster
+
+    def slow(blobs, name, value, generation):
         started.append(name)
         return Never()
 
-    monkeypatch.setattr(Blobs, "start_write", slow)
+    monkeypatch.setattr(Blobs, "start_write_if", slow)
     hit(store, 20)
     assert len(started) == 1
-    monkeypatch.setattr(Blobs, "start_write", start_write)
+    monkeypatch.setattr(Blobs, "start_write_if", start_write_if)
     store.flush()
     (now,) = PageStore.open(tmp_path).segments()
     assert now.hits == 20
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"7", b"{}", b'{"hits": "x", "last_used": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"7", b"{}", b"null", b"\xff", b"[" * 100_000),
+        b'{"hits": "x", "last_used": 1}',
+        b'{"hits": Infinity, "last_used": 1}',
+        b'{"hits": 1, "last_used": Infinity}',
+        b'{"hits": 1, "last_used": NaN}',
+        b'{"hits": 1, "last_used": 1e300}',
+        b'{"hits": -5, "last_used": 1}',
+        b'{"hits": 1.5, "last_used": 1}',
+        b'{"hits": 1, "last_used": "1"}',
+        b'{"hits": true, "last_used": 1}',
+    ],
+)
 def test_a_damaged_count_is_lost_and_the_segment_is_not(tmp_path, content):
     store = PageStore.open(tmp_path)
     info = put(store)
@@ -66,6 +83,47 @@ def test_a_damaged_count_is_lost_and_the_segment_is_not(tmp_path, content):
     assert again.stats().lost_uses == 1
     assert again.segments()[0].hits == 2
     assert json.loads((tmp_path / "use" / f"{info.key}.json").read_bytes())["hits"] == 2
+
+
+def test_processes_add_to_each_others_counts(tmp_path):
+    one, two = PageStore.open(tmp_path), PageStore.open(tmp_path)
+    put(one)
+    for times in (1, 3, 2):
+        for store in (one, two):
+            hit(store, times)
+        two.flush()
+        one.flush()
+    assert PageStore.open(tmp_path).segments()[0].hits == 12
+    one.refresh()
+    two.flush()  # nothing is left to write, so what others wrote stays
+    assert PageStore.open(tmp_path).segments()[0].hits == 12
+
+
+def test_many_threads_count_every_hit(tmp_path):
+    store, other = PageStore.open(tmp_path), PageStore.open(tmp_path)
+    put(store)
+    threads = [threading.Thread(target=hit, args=(one, 20)) for one in (store, other) * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    store.flush()
+    other.flush()
+    assert PageStore.open(tmp_path).segments()[0].hits == 120
+
+
+def test_room_is_made_by_what_other_processes_use(tmp_path):
+    one = put(PageStore.open(tmp_path / "measure")).bytes + 100
+    store = PageStore.open(tmp_path / "pages", max_bytes=2 * one)
+    used = put(store, 0)
+    idle = put(store, 1)
+    reader = PageStore.open(tmp_path / "pages")
+    hit(reader, 3)
+    reader.flush()
+    new = put(store, 2)
+    keys = {info.key for info in store.segments()}
+    assert keys == {used.key, new.key}
+    assert idle.key not in keys
 
 
 def test_a_count_that_cannot_be_written_is_counted(tmp_path):
