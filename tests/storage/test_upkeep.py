@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax.storage import manifest, unit_array
-from kvjax.storage.errors import SegmentError
+from kvjax.storage.blobs import Blobs
+from kvjax.storage.errors import SegmentError, StoreError
 from kvjax.storage.page_store import PageStore
 from tests.storage.pages import (
     IDENTITY,
@@ -76,6 +77,82 @@ def test_gc_leaves_a_writer_in_progress_alone(store, monkeypatch):
     assert len(freed) == 4
     assert all(result.segments == 0 for result in freed)
     assert_holds(store.open_segment(info.key), *keys_and_values())
+
+
+def test_gc_leaves_what_is_published_while_it_looks(store, monkeypatch):
+    """Folders are listed before manifests: what appears between the two is not among them."""
+    writer, names, infos = PageStore.open(store.url), Blobs.names, []
+
+    def publishing(blobs, prefix=""):
+        found = names(blobs, prefix)
+        if blobs is store._blobs and prefix == "segments/" and not infos:
+            infos.append(put(writer))
+        return found
+
+    monkeypatch.setattr(Blobs, "names", publishing)
+    assert store.gc(min_age_s=0).segments == 0
+    assert_holds(store.open_segment(infos[0].key), *keys_and_values())
+
+
+def test_gc_leaves_data_that_a_manifest_names_which_was_replaced_meanwhile(store):
+    """What this process knows of a manifest may be old."""
+    other = PageStore.open(store.url)
+    info = put(store)
+    put(other, sketches={"a.b": np.arange(3)})
+    assert store.gc(min_age_s=0).segments == 1
+    assert_holds(PageStore.open(store.url).open_segment(info.key), *keys_and_values())
+
+
+def test_gc_leaves_a_damaged_manifest_that_was_repaired_meanwhile(store, monkeypatch):
+    info = put(store)
+    path = store._blobs.folder / "segments" / f"{info.key}.json"
+    path.write_bytes(b"{")
+    store, writer = PageStore.open(store.url), PageStore.open(store.url)
+    delete_if, infos = Blobs.delete_if, []
+
+    def repairing(blobs, name, generation):
+        infos.append(put(writer))
+        return delete_if(blobs, name, generation)
+
+    monkeypatch.setattr(Blobs, "delete_if", repairing)
+    store.gc(min_age_s=0)
+    assert len(infos) == 1
+    assert_holds(store.open_segment(info.key), *keys_and_values())
+
+
+def test_gc_leaves_data_whose_manifest_cannot_be_read_just_now(store, monkeypatch):
+    info = put(store)
+    fresh, read = PageStore.open(store.url), Blobs.read
+
+    def failing(blobs, name, known=None):
+        if name.startswith("segments/"):
+            raise StoreError(5, "Input/output error")
+        return read(blobs, name, known)
+
+    fresh._catalog.forget(info.key)
+    with monkeypatch.context() as patch:
+        patch.setattr(Blobs, "read", failing)
+        assert fresh.gc(min_age_s=0).segments == 0
+    assert_holds(fresh.open_segment(info.key), *keys_and_values())
+
+
+@pytest.mark.parametrize("field", ["folder", "created", "tokens"])
+def test_one_manifest_that_lies_breaks_no_other_and_removes_nothing_else(store, field):
+    kept, liar = put(store, 0), put(store, 1)
+    path = store._blobs.folder / "segments" / f"{liar.key}.json"
+    written = json.loads(path.read_text())
+    wrong = {"folder": "../segments", "created": float("inf"), "tokens": 7}[field]
+    body = written["body"] | {field: wrong}
+    path.write_text(json.dumps(written | {"body": body, "sha256": manifest._digest(body)}))
+    for name, data in (("x", b"["), ("y" * 64, b"[" * 100_000), ("é", b"{}")):
+        (path.parent / f"{name}.json").write_bytes(data)
+    (store._blobs.folder / "use").mkdir(exist_ok=True)
+    (store._blobs.folder / "use" / f"{kept.key}.json").write_bytes(b'{"hits": Infinity}')
+    again = PageStore.open(store.url, max_bytes=10**9)
+    assert [info.key for info in again.segments()] == [kept.key]
+    assert again.remove(liar.key) == 0
+    assert_holds(again.find(IDENTITY, token_ids(0), P).segment, *keys_and_values(0))
+    assert again.verify(kept.key) == []
 
 
 def test_gc_frees_old_data_that_no_manifest_names(store):
