@@ -26,7 +26,7 @@ def check_marker(blobs: Blobs, read_only: bool) -> None:
         return
     try:
         marker = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         marker = None
     if not isinstance(marker, dict) or marker.get("magic") != _MAGIC:
         raise NotAStoreError(

@@ -351,7 +351,9 @@ def test_places_that_are_no_store_are_refused_and_left_alone(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
-@pytest.mark.parametrize("marker", ["", "{}", "[1]", '{"magic": "other"}', "\0\0"])
+@pytest.mark.parametrize(
+    "marker", ["", "{}", "[1]", '{"magic": "other"}', "\0\0", "[" * 100_000], ids=range(6)
+)
 def test_a_store_whose_marker_is_damaged_says_so_and_opens_without_it(tmp_path, marker):
     put(PageStore.open(tmp_path))
     (tmp_path / "store.json").write_text(marker)
