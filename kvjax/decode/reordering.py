@@ -19,6 +19,7 @@ from kvjax.storage.keys import Identity
 from kvjax.storage.manifest import segment_key
 from kvjax.storage.page_store import Match, PageStore
 from kvjax.storage.segment import Segment, SegmentInfo
+from kvjax.storage.unit_read import units_in_time
 
 ORDER = "order"
 """Name of the array that keeps where each layer's tokens came from, int32 [L, N * P]."""
@@ -161,14 +162,20 @@ def order_of(segment: Segment) -> Integer[np.ndarray, "L T"] | None:
 
 def pages_of(
     segment: Segment,
+    timeout_s: float = 30.0,
 ) -> tuple[Float[np.ndarray, "L N H P D"], Float[np.ndarray, "L N H P D"]]:
     """All keys and values of a segment.
 
+    Args:
+      segment: open for reading.
+      timeout_s: the longest wait for one group of layers, in seconds.
+
     Raises:
-      UnitError: one of them cannot be read.
+      UnitError: one of them cannot be read, or not in time.
     """
     units = np.array(list(np.ndindex(segment.grid.units)), np.int32)
-    both = np.stack([read.result() for read in segment.read(units)])
+    reads = (segment.read(group) for group in np.split(units, segment.grid.units[0]))
+    both = np.stack([unit for group in reads for unit in units_in_time(group, timeout_s)])
     both = both.reshape(*segment.grid.units, *segment.unit_shape)
     # [layer group, head group, kind, page, layer, head, kind, token, channel]
     both = both.transpose(2, 6, 0, 4, 3, 1, 5, 7, 8)
@@ -185,7 +192,7 @@ def _write(store: PageStore, info: SegmentInfo, order: np.ndarray) -> SegmentInf
         # What stands for pages stands for other pages now, and is left out.
         small = {name: array for name, array in segment.sketches().items() if array.ndim < 2}
         tokens = segment.tokens
-        keys, values = (_permuted(pages, order) for pages in pages_of(segment))
+        keys, values = (_permuted(pages, order) for pages in pages_of(segment, store.timeout_s))
         old = segment_key(_marked(info.identity), segment.grid, tokens)
         if any(other.key == old for other in store.segments()):
             store.remove(old)
