@@ -30,6 +30,7 @@ DAMAGED: frozenset[Reason] = frozenset(("absent", "torn", "checksum", "foreign")
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
+_SOURCE = re.compile(r"\s*\[(?:source locations|os_error_code)='[^']*'\]")
 _OS_ERROR_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
@@ -151,7 +152,10 @@ def fault(error: BaseException, doing: str) -> StoreError:
     """
     text = str(error)
     number = _OS_ERROR_CODE.search(text)
-    result = StoreError(int(number[1]) if number else errno.EIO, f"{doing}: {text}")
+    code = int(number[1]) if number else getattr(error, "errno", None) or errno.EIO
+    # Where in TensorStore's source it happened is of no use, and many lines.
+    short = " ".join(_SOURCE.sub("", text).split())
+    result = StoreError(code, f"{doing}: {short}")
     if text.startswith("NOT_FOUND"):
         result.reason = "absent"
     elif "Digest mismatch" in text:

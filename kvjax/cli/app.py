@@ -15,8 +15,13 @@ from kvjax.cli.wording import of_options
 from kvjax.errors import KvjaxError
 from kvjax.storage.errors import (
     NotAStoreError,
+    ReadFailedError,
     ReadOnlyStoreError,
+    SegmentError,
     SegmentTooLargeError,
+    StoreError,
+    StoreFullError,
+    UnitError,
     UnknownKeyError,
 )
 
@@ -29,6 +34,12 @@ BAD_INPUT = (
 )
 """What is raised for what the user gave; the store, a pillar, has names of its own for it."""
 
+STORE_FAILS = (ReadFailedError, SegmentError, StoreError, StoreFullError, UnitError)
+"""What is raised for a store that is damaged, full, or on a device that fails."""
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Of errors that name no file: those that the user can do something about."""
+
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -36,9 +47,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 class Commands(typer.core.TyperGroup):
     """The group of subcommands: the boundary where an error becomes a line and an exit code.
 
-    What the user gave wrong is one of `BAD_INPUT`, a file that is not there or not readable is an
-    `OSError` that names it. Anything else, other `ValueError`s too, is a fault of kvjax or of what
-    it is built on and keeps its traceback.
+    What the user gave wrong is one of `BAD_INPUT`, a store that fails one of `STORE_FAILS`, a file
+    that is not there or not readable an `OSError` that names it. Anything else, other `ValueError`s
+    too, is a fault of kvjax or of what it is built on and keeps its traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -63,8 +74,13 @@ class Commands(typer.core.TyperGroup):
                 raise
             say_error(of_options(str(error)))
             raise typer.Exit(EXIT_BAD_INPUT) from None
+        except STORE_FAILS as error:
+            if ctx.params.get("traceback"):
+                raise
+            say_error(of_options(error.strerror or str(error)))
+            raise typer.Exit(EXIT_BAD_INPUT) from None
         except OSError as error:
-            full = error.filename is None and error.errno == errno.ENOSPC
+            full = error.filename is None and error.errno in CANNOT_WRITE
             if ctx.params.get("traceback") or not (error.filename or full):
                 raise
             if full:

@@ -10,7 +10,7 @@ import typer
 from kvjax.cli import options, prompt
 from kvjax.cli.console import bars, note, size_of
 from kvjax.cli.running import open_model
-from kvjax.cli.stored import StoreUrl, open_prefixes, prefix_options
+from kvjax.cli.stored import PANEL, StoreUrl, open_prefixes, prefix_options
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.inputs import token_ids
@@ -33,6 +33,14 @@ def add(
     model: options.ModelName = "smollm2-135m",
     dtype: options.DTypeName = "auto",
     store: StoreUrl = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Most that the store may hold, as 2GB; the least recently used prefixes give way.",
+            rich_help_panel=PANEL,
+            show_default="no limit",
+        ),
+    ] = None,
     prefill_chunk: options.PrefillChunk = 512,
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
@@ -44,7 +52,7 @@ def add(
     Example: kvjax prefix add --chat report.txt
     """
     text = prompt.read_text(file)
-    prefixes = open_prefixes(store, cache_dir, config)
+    prefixes = open_prefixes(store, cache_dir, config, max_bytes)
     with bars() as progress:
         opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
         before = prompt.around_chat(opened, system)[0] if chat else ""

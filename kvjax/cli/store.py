@@ -130,9 +130,10 @@ def stats(
     Example: kvjax store stats --json
     """
     found = PageStore.open(store_url(store, cache_dir), read_only=True).stats()
-    facts = dataclasses.asdict(found)
     if as_json:
-        print(json.dumps(facts))
+        # What this process itself missed and evicted is nothing: it only looks.
+        names = ("segments", "bytes", "sketch_bytes", "hits", "oldest", "idle")
+        print(json.dumps({name: getattr(found, name) for name in names}))
         return
     rows = [
         ("prefixes", f"{found.segments:,}"),

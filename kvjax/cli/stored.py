@@ -1,5 +1,6 @@
 """Options of commands that use a store of prefixes."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,11 @@ from kvjax.model import Model
 from kvjax.registry import cache_root
 
 PANEL = "Stored prefixes"
+
+_BYTES = re.compile(
+    r"\s*(?P<amount>\d{1,15}(\.\d+)?)\s*(?P<step>[kmgt]?)(?P<binary>(?<=[kmgt])i)?b\s*",
+    re.IGNORECASE | re.ASCII,
+)
 
 StoreUrl = Annotated[
     str | None,
@@ -108,9 +114,41 @@ def prefix_options(
     )
 
 
-def open_prefixes(store: str | None, cache_dir: Path | None, config: PrefixConfig) -> PrefixCache:
-    """The prefixes of the store that a command means."""
-    return PrefixCache(store_url(store, cache_dir), config=config)
+def open_prefixes(
+    store: str | None, cache_dir: Path | None, config: PrefixConfig, max_bytes: str | None = None
+) -> PrefixCache:
+    """The prefixes of the store that a command means.
+
+    Args:
+      store: what `--store` said.
+      cache_dir: what `--cache-dir` said.
+      config: how they are used.
+      max_bytes: what `--max-bytes` said.
+
+    Raises:
+      KvjaxError: max_bytes is no number of bytes.
+    """
+    most = None if max_bytes is None else bytes_of(max_bytes)
+    return PrefixCache(store_url(store, cache_dir), config=config, max_bytes=most)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes that a text such as "2GB" means.
+
+    >>> bytes_of("1.5 MiB"), bytes_of("2GB")
+    (1572864, 2000000000)
+
+    Raises:
+      KvjaxError: it means no number of bytes from 1 up.
+    """
+    found = _BYTES.fullmatch(text)
+    size = 0
+    if found is not None:
+        step = 1024 if found["binary"] else 1000
+        size = int(float(found["amount"]) * step ** " kmgt".index(found["step"].lower() or " "))
+    if size < 1:
+        raise KvjaxError(f"max_bytes is {text!r}: must be an amount and a unit, such as '2GB'")
+    return size
 
 
 def after_prefix(

@@ -2,7 +2,10 @@
 
 import re
 
-_OPTIONS = "max_new_tokens|prefill_chunk|page_size|num_pages|top_k|top_p|min_p"
+_OPTIONS = (
+    "max_new_tokens|prefill_chunk|page_size|num_pages|top_k|top_p|min_p|max_bytes|"
+    "load_policy|on_read_failure"
+)
 
 _REPLACED = (
     (r"CacheConfig\(dtype='(\w+)'\), and load the model with dtype='\w+'",
@@ -15,6 +18,9 @@ _REPLACED = (
     (r"^key is", "--seed is"),
     (r"^name_or_path is", "--model is"),
     (r"\btemperature is", "--temperature is"),
+    (r"\b(by|who|bits) is\b", r"--select-\1 is"),
+    (r"\b(host|device)_bytes is\b", r"--\1-budget is"),
+    (r"(?<!-)\b(budget|period|placement) is\b", r"--\1 is"),
     (r",? or None( to \w+.*)?$", r""),
     (rf"\b({_OPTIONS})\b", lambda found: "--" + found[0].replace("_", "-")),
 )  # fmt: skip

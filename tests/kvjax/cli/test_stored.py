@@ -1,12 +1,22 @@
 """`kvjax prefix`, `kvjax store`, and `kvjax generate` with what they keep."""
 
+import errno
 import json
 
+import numpy as np
 import pytest
 import typer.testing
 
 import kvjax
 from kvjax.cli import app
+from kvjax.storage.errors import (
+    ReadFailedError,
+    SegmentError,
+    StoreError,
+    StoreFullError,
+    UnitError,
+    fault,
+)
 from tests.kvjax.tiny_gguf import write_gguf
 
 DOCUMENT = "a bad abbot had a bag and a cab. " * 3
@@ -75,7 +85,9 @@ def test_the_store_is_listed_checked_and_cleaned(run, key):
     assert listed[0]["label"] == "tiny: document.txt"
     assert key[:12] in whole(run("store", "ls"))
     assert json.loads(whole(run("store", "verify", "--json"))) == []
-    assert json.loads(whole(run("store", "stats", "--json")))["segments"] == 1
+    stats = json.loads(whole(run("store", "stats", "--json")))
+    assert stats["segments"] == 1
+    assert stats.keys() == {"segments", "bytes", "sketch_bytes", "hits", "oldest", "idle"}
     assert json.loads(whole(run("store", "gc", "--json"))) == {"segments": 0, "bytes": 0}
 
 
@@ -97,10 +109,60 @@ def test_a_prefix_is_removed_by_its_first_digits(run, key):
     assert f"starts with {key[:8]!r}: `kvjax store ls` lists them" in gone.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StoreError(errno.EACCES, "writing x: Permission denied"), "writing x: Permission denied"),
+        (StoreError(errno.EROFS, "writing x: Read-only"), "writing x: Read-only"),
+        (fault(ValueError("INTERNAL: full [os_error_code='28']"), "writing x"), "writing x: INTER"),
+        (SegmentError("ab" * 32, "torn", "half of it"), "segment abababababab is a miss (torn)"),
+        (UnitError("ab" * 32, (0, 0, 0, 1), "checksum", "bits"), "cannot be read (checksum)"),
+        (ReadFailedError("timeout", np.zeros((1, 4), np.int32), "late"), "1 units could not be"),
+        (StoreFullError(5, 10), "5 bytes are missing, and open segments hold 10"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot write: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot write: Read-only file system"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_store_that_fails_is_one_line(run, folder, monkeypatch, error, said):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr("kvjax.cli.prefix.open_prefixes", failing)
+    result = run("prefix", "add", folder / "document.txt")
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    again = run("prefix", "add", folder / "document.txt", "--traceback")
+    assert again.exception is error
+
+
+def test_a_store_keeps_to_its_most_bytes(run, folder, key):
+    size = json.loads(whole(run("store", "stats", "--json")))["bytes"]
+    (folder / "other.txt").write_text("a cab had a bad bag. " * 4)
+    other = run("prefix", "add", folder / "other.txt", "--max-bytes", f"{size + 9}B", "--json")
+    added = json.loads(whole(other))["key"]
+    assert [info["key"] for info in json.loads(whole(run("store", "ls", "--json")))] == [added]
+
+
 def test_bad_options_are_one_line(run, folder):
     for arguments, said in (
-        (["generate", "abc", "--budget", "0%"], "budget is '0%'"),
-        (["generate", "abc", "--select-by", "luck"], "by is 'luck'"),
+        (["generate", "abc", "--budget", "0%"], "error: --budget is '0%'"),
+        (["generate", "abc", "--select-by", "luck"], "error: --select-by is 'luck'"),
+        (["generate", "abc", "--select-who", "luck"], "error: --select-who is 'luck'"),
+        (["generate", "abc", "--select-bits", "9"], "--select-bits is 9"),
+        (["generate", "abc", "--period", "0"], "error: --period is 0"),
+        (["generate", "abc", "--placement", "x"], "error: --placement is 'x'"),
+        (["generate", "abc", "--load-policy", "x"], "error: --load-policy is 'x'"),
+        (["generate", "abc", "--on-read-failure", "x"], "error: --on-read-failure is 'x'"),
+        (["prefix", "add", folder / "document.txt", "--max-bytes", "2"], "--max-bytes is '2'"),
+        (["prefix", "add", folder / "document.txt", "--max-bytes", "0GB"], "--max-bytes is '0GB'"),
+        (
+            ["prefix", "add", folder / "document.txt", "--max-bytes", "9B"],
+            "--max-bytes is 9; store",
+        ),
         (["generate", "abc", "--prefix", "0000"], "no stored prefix has a key"),
     ):
         result = run(*arguments)
