@@ -196,14 +196,6 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._rank)
 
-    def __contains__(self, unit: UnitId) -> bool:
-        return unit in self._rank
-
-    @property
-    def entries(self) -> int:
-        """Entries in the heap, old ones included."""
-        return len(self._heap)
-
     def set(self, unit: UnitId, rank: Rank) -> None:
         """Puts a unit in, or changes its rank."""
         self._rank[unit] = rank

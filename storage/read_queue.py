@@ -73,12 +73,6 @@ class ReadQueue:
         """Whether no more reads are started."""
         return self._threads.closed
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of speculation that count against `max_in_flight_bytes`."""
-        with self._lock:
-            return self._held
-
     def join(
         self, ids: Sequence[UnitId], units: np.ndarray, *, demand: bool
     ) -> list[Flight | None]:

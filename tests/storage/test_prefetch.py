@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.storage.flights import Batch, Flight
 from kvjax.storage.placement import AttentionFrequency, ImpressScore, Lfu, Lru
 from kvjax.storage.read_counts import ReadCounts
 from tests.storage.fake_reader import DTYPE, SHAPE, UNIT_BYTES, contents, pages, rows
@@ -222,7 +223,7 @@ def test_a_guess_keeps_nothing_that_was_collected(make, reader):
         np.testing.assert_array_equal(
             prefetcher.collect(prefetcher.issue(units, demand=True)), contents(units)
         )
-        until(lambda: prefetcher._queue.held_bytes == 0)
+        until(lambda: prefetcher._queue._held == 0)
     assert prefetcher.counts().dropped == 0
     assert len(reader.read_units) == 400
     for ticket, units in guesses:  # they can still be collected, and are read anew
@@ -237,7 +238,7 @@ def test_what_was_read_is_let_go_once_it_was_collected(make, reader):
     for _ in range(2):
         prefetcher.issue(pages(1), demand=False)
     prefetcher.collect(prefetcher.issue(pages(1), demand=True))
-    until(lambda: prefetcher._queue.held_bytes == 0)
+    until(lambda: prefetcher._queue._held == 0)
     gc.collect()
     assert brought() is None  # though the guesses were never cancelled
 
@@ -563,7 +564,7 @@ def test_many_threads_at_once(make, reader):
     assert counts.needed > 0 < counts.failed
     assert prefetcher._tiers._pins == {}
     assert prefetcher._queue._flights == {}
-    until(lambda: prefetcher._queue.held_bytes == 0)
+    until(lambda: prefetcher._queue._held == 0)
 
 
 def test_thousands_of_requests_leave_no_flight_pin_or_array(make, reader):
@@ -574,9 +575,9 @@ def test_thousands_of_requests_leave_no_flight_pin_or_array(make, reader):
         prefetcher.issue(pages(*dice.integers(0, 60, 6)), demand=False)
         prefetcher.collect(prefetcher.issue(units, demand=True))
         prefetcher.finish_request()
-    until(lambda: prefetcher._queue.held_bytes == 0)
+    until(lambda: prefetcher._queue._held == 0)
     assert prefetcher._tiers._pins == {}
     assert prefetcher._queue._flights == {}
     gc.collect()
-    alive = [x for x in gc.get_objects() if type(x).__name__ in ("Flight", "_Batch")]
+    alive = [x for x in gc.get_objects() if type(x) in (Flight, Batch)]
     assert len(alive) < 100

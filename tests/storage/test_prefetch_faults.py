@@ -194,7 +194,7 @@ def test_a_fault_in_speculation_changes_no_result(make, reader, fault, joined, f
     np.testing.assert_array_equal(collect(prefetcher, units), contents(units))
     check_sums(prefetcher.finish_request(), reader)
     reader.let_go()
-    until(lambda: prefetcher._queue.held_bytes == 0)
+    until(lambda: prefetcher._queue._held == 0)
     if joined != "as its own ticket":
         assert reader.read_units[:, 3].tolist().count(1) == 1
 
@@ -223,7 +223,7 @@ def test_speculation_that_never_returns_does_not_end_speculation(make, reader):
     assert prefetcher.counts().dropped == 0
     np.testing.assert_array_equal(prefetcher.collect(guess), contents(pages(3, 4, 5, 6)))
     reader.let_go()
-    assert prefetcher._queue.held_bytes == 0
+    assert prefetcher._queue._held == 0
 
 
 def test_a_read_that_is_late_reaches_no_unit_of_others(make, reader):
