@@ -115,6 +115,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             prefixes=prefixes,
         )
+    if prefixes is not None:
+        prefixes.store.flush()  # or this use may not be counted: the process ends here
     if as_json:
         print(json.dumps({**result, "stats": stats_as_json(stats, load_seconds)}))
     else:

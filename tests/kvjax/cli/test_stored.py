@@ -17,6 +17,7 @@ from kvjax.storage.errors import (
     UnitError,
     fault,
 )
+from kvjax.storage.usage import UsageLog, Use
 from tests.kvjax.tiny_gguf import write_gguf
 
 DOCUMENT = "a bad abbot had a bag and a cab. " * 3
@@ -66,15 +67,19 @@ def test_every_command_has_help_with_an_example(command):
 
 
 @pytest.mark.slow
-def test_a_stored_document_is_asked_about(run, key, folder):
+def test_a_stored_document_is_asked_about(run, key, folder, monkeypatch):
     asked = run("generate", "abc", "--prefix", key[:8], "--budget", "100%", "-n", 5, "--json")
     found = json.loads(whole(asked))
     model = kvjax.load(folder / "tiny.gguf", dtype="float32", cache_dir=folder / "cache")
     ids = model.tokenizer.encode(DOCUMENT) + model.tokenizer.encode("\n\nabc", add_bos=False)
     assert found["tokens"] == kvjax.generate(model, ids, max_new_tokens=5).tokens[0]
     assert found["stats"]["prefix"]["pages"] == len(model.tokenizer.encode(DOCUMENT)) // 16
-    table = run("generate", "abc", "--prefix", key, "--budget", "2 pages", "-n", 2)
+    hits = json.loads(whole(run("store", "stats", "--json")))["hits"]
+    with monkeypatch.context() as patch:  # what is being written at the end is waited for
+        patch.setattr(UsageLog, "bump", lambda log, key, now: log._more.update({key: Use(7, now)}))
+        table = run("generate", "abc", "--prefix", key, "--budget", "2 pages", "-n", 2)
     whole(table)
+    assert json.loads(whole(run("store", "stats", "--json")))["hits"] >= hits + 7
     for row in ("stored pages attended to", "read from the store", "read amplification"):
         assert row in table.stderr
 
