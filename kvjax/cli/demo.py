@@ -67,7 +67,7 @@ def demo(
             model,
             tokens_of(model, before),
             cache=cache,
-            label=f"{model.name}: {DOCUMENT}",
+            label=f"{DOCUMENT} for {model.name}{stored.CHAT}",
             prefill_chunk=prefill_chunk,
             progress=progress.share,
         )

@@ -76,10 +76,11 @@ def generate(
 
     The text goes to stdout, progress and the closing table go to stderr.
 
-    With --store, a prompt whose beginning is stored is not computed anew: a budget's worth of its
-    pages is read.
+    With --prefix, or where --store holds the prompt's beginning, that is not computed anew: a
+    budget's worth of its pages is read.
 
     Example: kvjax generate --chat --file report.txt "What was the profit in 2019?"
+    Example: kvjax generate --prefix KEY --budget 25% "What was the profit in 2019?"
     """
     if system is not None and not chat:
         raise KvjaxError("--system needs --chat: a plain text has no system turn")
@@ -100,7 +101,7 @@ def generate(
             prefixes = stored.open_prefixes(store, cache_dir, config)
         asked: str | list[int] = prompt.as_chat(opened, content, system) if chat else content
         if prefixes is not None and prefix is not None:
-            asked = stored.after_prefix(opened, prefixes, prefix, content, chat=chat)
+            asked = stored.after_prefix(opened, prefixes, prefix, content, chat=chat, cache=cache)
         result, stats = run(
             opened,
             asked,

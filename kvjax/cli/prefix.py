@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,13 @@ import typer
 from kvjax.cli import options, prompt
 from kvjax.cli.console import bars, note, size_of
 from kvjax.cli.running import open_model
-from kvjax.cli.stored import PANEL, StoreUrl, open_prefixes, prefix_options
+from kvjax.cli.stored import CHAT, PANEL, StoreUrl, open_prefixes, prefix_options
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.inputs import token_ids
 from kvjax.errors import KvjaxError
+
+MODEL = "smollm2-135m"
 
 app = typer.Typer(no_args_is_help=True, help="Keep the pages of a document that is asked about.")
 
@@ -22,7 +25,9 @@ app = typer.Typer(no_args_is_help=True, help="Keep the pages of a document that 
 @app.command()
 @options.with_options(cache=options.cache_options, config=prefix_options)
 def add(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A UTF-8 text, or - for standard input.")
+    ],
     *,
     chat: Annotated[
         bool, typer.Option("--chat", help="The document opens the user's turn of a chat.")
@@ -30,7 +35,7 @@ def add(
     system: Annotated[
         str | None, typer.Option(help="What the system turn says; needs --chat.")
     ] = None,
-    model: options.ModelName = "smollm2-135m",
+    model: options.ModelName = MODEL,
     dtype: options.DTypeName = "auto",
     store: StoreUrl = None,
     max_bytes: Annotated[
@@ -51,8 +56,10 @@ def add(
 
     Example: kvjax prefix add --chat report.txt
     """
-    text = prompt.read_text(file)
+    text = prompt.gather(None, None, True) if str(file) == "-" else prompt.read_text(file)
+    text = text.strip()  # as `generate --file` does: the same tokens either way
     prefixes = open_prefixes(store, cache_dir, config, max_bytes)
+    began = time.time()
     with bars() as progress:
         opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
         before = prompt.around_chat(opened, system)[0] if chat else ""
@@ -61,7 +68,7 @@ def add(
             opened,
             ids,
             cache=cache,
-            label=f"{opened.name}: {file.name}",
+            label=f"{file.name} for {opened.name}{CHAT if chat else ''}",
             prefill_chunk=prefill_chunk,
             progress=progress.share,
         )
@@ -76,6 +83,12 @@ def add(
         return
     print(info.key[:12])
     note(
-        f"{info.tokens:,} tokens in {size_of(info.bytes)}, sketches {size_of(info.sketch_bytes)}; "
-        f"ask with: kvjax generate --prefix {info.key[:12]}{' --chat' if chat else ''} 'QUESTION'"
+        f"{'stored' if info.created >= began else 'already there'}: {info.tokens:,} tokens in "
+        f"{size_of(info.bytes)}, of which {size_of(info.sketch_bytes)} to choose pages by"
     )
+    asking = {"--store": store, "--model": model, "--dtype": dtype, "--page-size": cache.page_size}
+    usual = {"--store": None, "--model": MODEL, "--dtype": "auto", "--page-size": 16}
+    said = [f"{name} {value}" for name, value in asking.items() if value != usual[name]]
+    said += [f"--cache-dtype {cache.dtype}"] * (cache.dtype is not None)
+    said += [f"--cache-dir {cache_dir}"] * (cache_dir is not None) + ["--chat"] * chat
+    note(f"ask with: kvjax generate --prefix {' '.join([info.key[:12], *said])} 'QUESTION'")

@@ -62,13 +62,15 @@ def prefix_rows(prefix: PrefixStats) -> list[tuple[str, str]]:
         ("stored pages attended to", f"{prefix.pages_chosen:,} of {prefix.pages:,}"),
         ("read from the store", size_of(prefix.bytes_read)),
         ("of which guessed wrong", size_of(prefix.bytes_wasted)),
-        ("indexes and sketches read", size_of(prefix.index_bytes + prefix.sketch_bytes)),
-        ("read amplification", "-" if amplification is None else f"{amplification:.2f}"),
+        ("read to choose pages by", size_of(prefix.sketch_bytes + prefix.bytes_scored)),
+        ("shard indexes and checksums", size_of(prefix.index_bytes)),
+        ("read / used, guesses apart", "-" if amplification is None else f"{amplification:.2f}"),
         (
             "already in memory",
             f"{prefix.device_hits + prefix.host_hits:,} of {prefix.units:,} reads",
         ),
-        ("waited for reads", f"{prefix.wait_seconds:.3f} s of {prefix.read_seconds:.3f} s"),
+        ("waited for reads", f"{prefix.wait_seconds:.3f} s"),
+        ("reads were under way", f"{prefix.read_seconds:.3f} s"),
     ]
 
 

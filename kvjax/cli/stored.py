@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import prompt
+from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.registry import cache_root
 
 PANEL = "Stored prefixes"
+
+CHAT = ", chat"
+"""How the label of a document ends that opens a chat's first turn."""
 
 _BYTES = re.compile(
     r"\s*(?P<amount>\d{1,15}(\.\d+)?)\s*(?P<step>[kmgt]?)(?P<binary>(?<=[kmgt])i)?b\s*",
@@ -44,7 +48,8 @@ def prefix_options(
     budget: Annotated[
         str,
         typer.Option(
-            help="Most of a stored prefix that is read: '5%', '64 pages', '1024 tokens', '8MB'.",
+            help="Most of a stored prefix that is attended to: '5%', '64 pages', '1024 tokens', "
+            "'8MB'; at least its first and last page. Below 100% the answer is an approximation.",
             rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.budget,
@@ -68,7 +73,11 @@ def prefix_options(
         ),
     ] = PrefixConfig.who,
     period: Annotated[
-        int, typer.Option(help="Layers that share guesses.", rich_help_panel=PANEL)
+        int,
+        typer.Option(
+            help="Layers whose pages are read ahead by the first one's choice.",
+            rich_help_panel=PANEL,
+        ),
     ] = PrefixConfig.period,
     prefetch: Annotated[
         bool, typer.Option(help="Read pages ahead on a guess.", rich_help_panel=PANEL)
@@ -152,7 +161,7 @@ def bytes_of(text: str) -> int:
 
 
 def after_prefix(
-    model: Model, prefixes: PrefixCache, key: str, text: str, *, chat: bool
+    model: Model, prefixes: PrefixCache, key: str, text: str, *, chat: bool, cache: CacheConfig
 ) -> list[int]:
     """The tokens of a stored document, and then of a text about it.
 
@@ -162,13 +171,19 @@ def after_prefix(
       key: its key, or the first digits.
       text: what follows, after a blank line.
       chat: whether the document was stored as the beginning of a chat's first turn.
+      cache: of the call.
 
     Raises:
       UnknownKeyError: no stored document has such a key, or several have.
-      KvjaxError: the model cannot tokenize or has no chat template.
+      KvjaxError: the model cannot tokenize or has no chat template, or the document was stored
+        otherwise.
     """
     if model.tokenizer is None:
         raise KvjaxError(f"{model.name} came without a tokenizer: it cannot be asked in words")
+    info = prefixes.info(key)
+    if chat != info.label.endswith(CHAT):
+        as_stored = "without --chat" if chat else "with --chat"
+        raise KvjaxError(f"prefix {info.key[:12]} was stored {as_stored}: ask about it so too")
     after = prompt.around_chat(model, None)[1] if chat else ""
     ids = model.tokenizer.encode(f"\n\n{text}{after}", add_bos=False)
-    return [*prefixes.tokens(model, key), *ids]
+    return [*prefixes.tokens(model, key, cache=cache), *ids]

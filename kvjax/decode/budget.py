@@ -6,14 +6,14 @@ import re
 from kvjax.errors import KvjaxError
 from kvjax.spec import pages_for
 
-_UNITS = {"%": 0.01, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|pages?|tokens?|[kmg]i?b|b)\s*", re.IGNORECASE)
 _FORMS = "such as '5%', '64 pages', '1024 tokens' or '8MB'"
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Most of a stored prefix that a request reads.
+    """Most of a stored prefix that a request attends to.
 
     >>> Budget("5%").pages(512, page_size=16, page_bytes=368640)
     26
@@ -37,7 +37,8 @@ class Budget:
             raise KvjaxError(f"budget is {self.text!r}: must be an amount and a unit, {_FORMS}")
         amount = float(match[1])
         if amount == 0 or (match[2] == "%" and amount > 100):
-            raise KvjaxError(f"budget is {self.text!r}: must be above 0 and at most 100%")
+            most = " and at most 100%" if match[2] == "%" else ""
+            raise KvjaxError(f"budget is {self.text!r}: must be above 0{most}")
 
     def pages(self, total: int, *, page_size: int, page_bytes: int, least: int = 2) -> int:
         """Pages to choose of a prefix.

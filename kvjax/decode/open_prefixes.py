@@ -9,7 +9,6 @@ import numpy as np
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.shapes import half_step
-from kvjax.errors import KvjaxError
 from kvjax.storage.segment import Segment
 
 TAIL = "tail"
@@ -40,7 +39,6 @@ class OpenPrefix:
         """The configured sketch of every layer, padded to a size that programs are made for.
 
         Raises:
-          KvjaxError: the prefix was stored without it.
           SegmentError: it is damaged.
         """
         if self._sketches is None:
@@ -69,18 +67,13 @@ class OpenPrefix:
     def _read_sketches(self) -> tuple[dict[str, jax.Array], ...]:
         layers, pages = self.segment.info.shape[:2]
         room = max(half_step(pages), self._config.least_pages)
-        if self._config.sketch() is None:
-            return ({"pages": jnp.zeros((room,), jnp.int32)},) * layers  # only for its size
         name = self._config.sketch_name()
+        if name is None:
+            return ({"pages": jnp.zeros((room,), jnp.int32)},) * layers  # only for its size
         parts = {
             whole.removeprefix(f"{name}."): array
             for whole, array in self.segment.sketches(f"{name}.").items()
         }
-        if not parts:
-            raise KvjaxError(
-                f"the stored prefix {self.segment.info.key[:12]} has no {name} sketch: choose by "
-                f"what it was stored with, or store it again"
-            )
         return tuple(
             {part: _padded(array[layer], room) for part, array in parts.items()}
             for layer in range(layers)

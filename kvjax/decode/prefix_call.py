@@ -68,8 +68,9 @@ class PrefixCall:
         self._model, self._prefix, self._config = model, prefix, config
         self._suffix = ids[self.prefix_tokens :]
         page_bytes = spec.bytes_per_page(size)
+        least = pages if config.by == "all" else min(config.least_pages, pages)
         self.count = Budget(config.budget).pages(
-            pages, page_size=size, page_bytes=page_bytes, least=min(config.least_pages, pages)
+            pages, page_size=size, page_bytes=page_bytes, least=least
         )
         self.chosen_bytes = self.count * page_bytes
         layers = len(model.config.layers)
@@ -110,7 +111,6 @@ class PrefixCall:
           meter: of the call.
 
         Raises:
-          KvjaxError: the prefix was stored without the configured sketch.
           SegmentError: what to choose by is damaged.
         """
         segment, config = self._prefix.segment, self._config

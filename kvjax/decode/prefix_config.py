@@ -25,12 +25,13 @@ class PrefixConfig:
     """How stored prefixes are chosen from, read and kept in memory.
 
     Attributes:
-      budget: most of a prefix that is read: a share, pages, tokens or bytes.
+      budget: most of a prefix that is attended to, but for the first and the last page, which
+        always are: a share, pages, tokens or bytes. What is read on a wrong guess comes on top.
       by: what pages are chosen by: "low-bit", the keys in `bits` bits; "mean", page means
         (ShadowKV); "quest", Quest's bounds; "keys", all keys of a deciding layer, read from the
         store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
-        tokens by the keys of three KV heads, if these agree; "all", as many pages as the budget
-        allows, in order.
+        tokens by the keys of three KV heads, if these agree; "all", every page whatever the
+        budget.
       reorder: whether tokens are counted as they are chosen, for `PrefixCache.reorder` to pack
         (IMPRESS); only where tokens are chosen, by "impress" or "h2o".
       bits: of low-bit keys, 2, 3 or 4.
@@ -153,8 +154,10 @@ class PrefixConfig:
             split_kv=self.by in ("keys", "impress", "h2o"),
         )
 
-    def sketch_name(self) -> str:
-        """What the sketch is called in a segment."""
+    def sketch_name(self) -> str | None:
+        """What the sketch is called in a segment; None if none is kept."""
+        if self.sketch() is None:
+            return None
         return f"low-bit-{self.bits}-{self.clip:g}" if self.by == "low-bit" else self.by
 
 

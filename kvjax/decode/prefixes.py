@@ -89,7 +89,7 @@ class PrefixCache:
         read_only: bool = False,
         tenant: str = "",
     ) -> None:
-        self.config = config or PrefixConfig()
+        self.config = inputs.given_or_default("config", config, PrefixConfig)
         self.store = PageStore.open(url, max_bytes=max_bytes, read_only=read_only)
         self._tenant = tenant
         self._lock = threading.RLock()
@@ -145,7 +145,8 @@ class PrefixCache:
         name = identity(model, cache_spec(model, cache).dtype, self._tenant)
         layers = model.config.layers
         layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
-        match = self.store.find(name, ids, layout=layout)
+        sketch = self.config.sketch_name()
+        match = self.store.find(name, ids, layout=layout, sketch=sketch)
         if match is None:
             return None
         with match.segment as segment:
@@ -190,17 +191,32 @@ class PrefixCache:
                     if not self._open.close_one():  # what is open is not evicted
                         raise
 
-    def tokens(self, model: Model, key: str) -> list[int]:
-        """The tokens of a stored prefix, those after its last full page included.
+    def info(self, key: str) -> SegmentInfo:
+        """What is known of a stored prefix.
 
         Args:
-          model: that it was stored for.
           key: of the segment, or enough of its first digits to tell it from the others.
 
         Raises:
           UnknownKeyError: no stored prefix has such a key, or several have.
           SegmentError: it cannot be used.
-          KvjaxError: it was stored for another model or another tenant.
+        """
+        with self.store.open_segment(self.store.full_key(key)) as segment:
+            return segment.info
+
+    def tokens(self, model: Model, key: str, *, cache: CacheConfig | None = None) -> list[int]:
+        """The tokens of a stored prefix, those after its last full page included.
+
+        Args:
+          model: that it was stored for.
+          cache: of a call that its pages are to serve; None if they are to serve none.
+          key: of the segment, or enough of its first digits to tell it from the others.
+
+        Raises:
+          UnknownKeyError: no stored prefix has such a key, or several have.
+          SegmentError: it cannot be used.
+          KvjaxError: it was stored for another model or another tenant, or its pages cannot serve
+            such a call.
         """
         with self.store.open_segment(self.store.full_key(key)) as segment:
             of = segment.info.identity
@@ -210,6 +226,8 @@ class PrefixCache:
                     f"{'tenant' if of.tenant != self._tenant else 'model'}: "
                     f"store the document for this one"
                 )
+            if cache is not None:
+                _check_serves(segment.info, identity(model, segment.info.dtype, of.tenant), cache)
             return [*segment.tokens.tolist(), *segment.sketches(TAIL)[TAIL].tolist()]
 
     def prefill(
@@ -245,7 +263,7 @@ class PrefixCache:
             try:
                 match = self._matched(name, ids[:-1], shapes.page_size)
             except (SegmentError, StoreError) as error:
-                return self._failed(error)
+                return self._failed(error, None)
             if match is None:
                 return NotLoaded("nothing of the prompt is stored")
             try:
@@ -262,14 +280,33 @@ class PrefixCache:
                 )
                 return self._loaded(call, prefix, model, limits, meter, began)
             except (SegmentError, StoreError, UnitError, ReadFailedError, TimeoutError) as error:
-                self._open.drop(match.segment.info.key)
-                return self._failed(error)
+                return self._failed(error, match.segment.info)
 
     def _matched(self, name: Identity, ids: list[int], page_size: int) -> Match | None:
-        find = find_reordered if self.config.reorder else PageStore.find
-        return find(self.store, name, ids, page_size)
+        if self.config.reorder:
+            return find_reordered(self.store, name, ids, page_size)
+        sketch = self.config.sketch_name()
+        match = self.store.find(name, ids, page_size, sketch=sketch)
+        if match is None and sketch is not None:
+            other = self.store.find(name, ids, page_size)
+            if other is not None:
+                other.segment.close()
+                raise KvjaxError(
+                    f"the stored prefix {other.segment.info.key[:12]} has no {sketch} sketch: "
+                    f"choose by what it was stored with, or add it again with these settings"
+                )
+        return match
 
-    def _failed(self, error: BaseException) -> NotLoaded:
+    def _failed(self, error: BaseException, info: SegmentInfo | None) -> NotLoaded:
+        """Take note of a fault, in the store too; then raise it, or say that there was one."""
+        if info is not None:
+            self._open.drop(info.key)
+            fault: BaseException | None = error
+            while fault is not None and not isinstance(fault, UnitError | SegmentError):
+                fault = fault.__cause__
+            late = isinstance(error, TimeoutError) or getattr(error, "reason", "") == "timeout"
+            reason = "timeout" if late else "io" if fault is None else fault.reason
+            self.store.report(info.key, reason, info.created)
         if self.config.on_read_failure == "fail":
             raise KvjaxError(f"a stored prefix could not be read: {error}") from error
         return NotLoaded(f"it could not be read: {error}")
@@ -296,8 +333,7 @@ class PrefixCache:
             state, reads = call.run(reading, self._uses, limits, meter)
             counts = reading.reader.finish_request()
         if reads.failure is not None:
-            self._open.drop(segment.info.key)
-            return self._failed(reads.failure)
+            return self._failed(reads.failure, segment.info)
         after = segment.bytes_read()
         stats = PrefixStats(
             key=segment.info.key,
@@ -352,3 +388,23 @@ class PrefixCache:
         self, segment: Segment, model: Model
     ) -> contextlib.AbstractContextManager[Reading]:
         return self._memory.reading(segment, model)
+
+
+def _check_serves(info: SegmentInfo, of: Identity, cache: CacheConfig) -> None:
+    """Refuse a stored prefix whose pages are not those of a call."""
+    key = info.key[:12]
+    if info.layout.page_size != cache.page_size:
+        raise KvjaxError(
+            f"page_size is {cache.page_size}: prefix {key} was stored in pages of "
+            f"{info.layout.page_size} tokens; ask with these, or store it again"
+        )
+    if cache.dtype not in (None, info.dtype):
+        raise KvjaxError(
+            f"dtype is {cache.dtype!r}: prefix {key} was stored in {info.dtype}; ask with this, or "
+            f"store it again"
+        )
+    if of.numerics != info.identity.numerics:
+        raise KvjaxError(
+            f"prefix {key} was stored by a model that computes otherwise, as in another dtype; "
+            f"load the model as it was then, or store it again"
+        )

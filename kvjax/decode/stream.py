@@ -18,7 +18,7 @@ from kvjax.decode.results import StreamEvent
 from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import DecodeState, Rules, decode_step, draw
-from kvjax.errors import check_integer
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.models.tokenizer import StreamDecoder
 
@@ -67,6 +67,8 @@ def stream(
     limit = check_integer("max_new_tokens", max_new_tokens, 1)
     sampling = inputs.given_or_default("sampling", sampling, Sampling)
     cache = inputs.given_or_default("cache", cache, CacheConfig)
+    if not isinstance(prefixes, PrefixCache | None):
+        raise KvjaxError(f"prefixes is {prefixes!r}: must be a kvjax.PrefixCache, or None")
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     shapes = plan(

@@ -71,23 +71,66 @@ def test_a_stored_document_is_asked_about(run, key, folder, monkeypatch):
     asked = run("generate", "abc", "--prefix", key[:8], "--budget", "100%", "-n", 5, "--json")
     found = json.loads(whole(asked))
     model = kvjax.load(folder / "tiny.gguf", dtype="float32", cache_dir=folder / "cache")
-    ids = model.tokenizer.encode(DOCUMENT) + model.tokenizer.encode("\n\nabc", add_bos=False)
+    ids = model.tokenizer.encode(DOCUMENT.strip())
+    ids += model.tokenizer.encode("\n\nabc", add_bos=False)
     assert found["tokens"] == kvjax.generate(model, ids, max_new_tokens=5).tokens[0]
-    assert found["stats"]["prefix"]["pages"] == len(model.tokenizer.encode(DOCUMENT)) // 16
+    assert found["stats"]["prefix"]["pages"] == len(model.tokenizer.encode(DOCUMENT.strip())) // 16
     hits = json.loads(whole(run("store", "stats", "--json")))["hits"]
     with monkeypatch.context() as patch:  # what is being written at the end is waited for
         patch.setattr(UsageLog, "bump", lambda log, key, now: log._more.update({key: Use(7, now)}))
         table = run("generate", "abc", "--prefix", key, "--budget", "2 pages", "-n", 2)
     whole(table)
     assert json.loads(whole(run("store", "stats", "--json")))["hits"] >= hits + 7
-    for row in ("stored pages attended to", "read from the store", "read amplification"):
+    for row in ("stored pages attended to", "read from the store", "read / used, guesses apart"):
         assert row in table.stderr
+
+
+def test_the_same_words_are_the_same_tokens_stored_or_not(run, key, folder):
+    question = ("generate", "abc", "-n", 3, "--json")
+    warm = json.loads(whole(run(*question, "--prefix", key, "--budget", "100%")))
+    cold = json.loads(whole(run(*question, "--file", folder / "document.txt")))
+    assert warm["stats"]["prompt_tokens"] == cold["stats"]["prompt_tokens"]
+    assert warm["tokens"] == cold["tokens"]
+
+
+def test_what_to_ask_with_is_told_whole(run, key, folder):
+    again = run("prefix", "add", folder / "document.txt")
+    whole(again)
+    assert "already there" in again.stderr
+    (line,) = [line for line in again.stderr.splitlines() if "ask with" in line]
+    for option in ("--prefix", "--store", "--model", "--dtype float32", "--cache-dir"):
+        assert option in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--page-size", "32"], "was stored in pages of 16 tokens"),
+        (["--cache-dtype", "bfloat16"], "was stored in float32"),
+        (["--chat"], "was stored without --chat"),
+        (["--chat", "--system", "Be brief."], "--system is of no use with --prefix"),
+        (["--select-by", "mean"], "has no mean sketch"),
+    ],
+    ids=str,
+)
+def test_a_key_that_cannot_serve_is_refused(run, key, options, said):
+    result = run("generate", "abc", "--prefix", key, "-n", 2, *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_document_with_another_ending_is_refused(run, key, folder):
+    """A key stands for full pages: what follows the last of them is the first document's."""
+    (folder / "longer.txt").write_text(DOCUMENT.strip() + " a")
+    result = run("prefix", "add", folder / "longer.txt")
+    assert result.exit_code == 2
+    assert f"kvjax store rm {key[:12]}" in " ".join(result.stderr.split())
 
 
 def test_the_store_is_listed_checked_and_cleaned(run, key):
     listed = json.loads(whole(run("store", "ls", "--json")))
     assert [info["key"] for info in listed] == [key]
-    assert listed[0]["label"] == "tiny: document.txt"
+    assert listed[0]["label"] == "document.txt for tiny"
     assert key[:12] in whole(run("store", "ls"))
     assert json.loads(whole(run("store", "verify", "--json"))) == []
     stats = json.loads(whole(run("store", "stats", "--json")))

@@ -130,13 +130,45 @@ def test_a_damaged_sketch_is_recomputed(tmp_path, model, ids, plain, name, load_
         path.write_bytes(content)
     tokens, stats = answer(model, ids, prefixes)
     assert tokens == plain
-    if name == "low-bit-3-1":
+    if name == "low-bit-3-1" and load_policy == "load":
         assert stats.prefix is None
         assert "could not be read" in stats.prefix_unused
     refusing = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, on_read_failure="fail"))
     if name == "low-bit-3-1":
         with pytest.raises(KvjaxError, match="could not be read"):
             answer(model, ids, refusing)
+
+
+def test_damage_is_counted_and_mended_by_adding_again(tmp_path, model, ids, plain):
+    prefixes = stored(tmp_path, model, ids)
+    for path in tmp_path.glob("data/*/c/**/*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-9])
+    assert answer(model, ids, prefixes)[1].prefix is None
+    assert sum(prefixes.store.stats().misses.values()) > 0
+    assert answer(model, ids, prefixes)[1].prefix_unused == "nothing of the prompt is stored"
+    prefixes.add(model, ids[:DOCUMENT], cache=CACHE)
+    tokens, stats = answer(model, ids, prefixes)
+    assert tokens == plain
+    assert stats.prefix is not None
+
+
+def test_another_sketch_is_added_to_what_is_stored(tmp_path, model, ids, plain):
+    stored(tmp_path, model, ids)
+    means = dataclasses.replace(LOAD, by="mean")
+    other = stored(tmp_path, model, ids, means)
+    assert len(other.store.segments()) == 1
+    for config in (LOAD, means):
+        tokens, stats = answer(model, ids, PrefixCache(tmp_path, config=config))
+        assert tokens == plain
+        assert stats.prefix is not None
+
+
+def test_every_page_is_every_page(tmp_path, model, ids, plain):
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, by="all", budget="25%"))
+    tokens, stats = answer(model, ids, prefixes)
+    assert tokens == plain
+    assert stats.prefix.pages_chosen == stats.prefix.pages
 
 
 def test_a_call_says_why_nothing_stored_was_used(tmp_path, model, ids):
