@@ -451,7 +451,8 @@ class PageStore:
                     try:
                         kept[name] = segment.sketch(name)
                     except SegmentError as miss:
-                        self._count_damage(miss)
+                        if not condemned:  # else it is to be written anew, whatever it had
+                            self._count_damage(miss)
         except SegmentError as miss:
             self._count_damage(miss)
         return arrays | kept if kept else arrays

@@ -1,12 +1,13 @@
 """What lacks a sketch, or was found damaged, is passed over and written anew in one step."""
 
+import errno
 import threading
 
 import numpy as np
 import pytest
 
 from kvjax.storage.blobs import Blobs
-from kvjax.storage.errors import DAMAGED, REASONS, SegmentError
+from kvjax.storage.errors import DAMAGED, REASONS, SegmentError, StoreError, fault
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_store import PageStore
 from tests.storage.pages import (
@@ -197,6 +198,24 @@ def test_a_sketch_that_is_damaged_is_not_taken_along(store):
     assert store.verify() == []
 
 
+def test_damage_is_healed_though_what_else_is_there_cannot_be_read(store, monkeypatch):
+    info = put(store, sketches=MEAN)
+    read = Blobs.read
+
+    def failing(blobs, name, known=None):
+        if "/sketches/" in name:
+            raise StoreError(errno.EIO, "device")
+        return read(blobs, name, known)
+
+    monkeypatch.setattr(Blobs, "read", failing)
+    with pytest.raises(StoreError, match="device"):
+        put(store, sketches=QUEST)  # nothing is known to be damaged, and would be lost
+    store.report(info.key, "checksum", info.created)
+    put(store, sketches=QUEST)
+    monkeypatch.undo()
+    assert find(store).segment.sketches().keys() == QUEST.keys()
+
+
 def test_a_damaged_segment_stands_for_no_other_and_goes_first(tmp_path):
     one = put(PageStore.open(tmp_path / "measure")).bytes + 10
     store = PageStore.open(tmp_path / "pages", max_bytes=3 * one)
@@ -224,6 +243,15 @@ def test_reports_of_many_threads_are_all_counted(store):
     for thread in threads:
         thread.join(60)
     assert store.stats().misses["io"] == 1600
+
+
+def test_a_fault_keeps_its_number_and_is_one_line():
+    denied = fault(PermissionError(errno.EACCES, "Permission denied", "/x"), "removing x")
+    assert denied.errno == errno.EACCES
+    text = "INTERNAL: no room [os_error_code='28'] [source locations='a.cc:1\nb.cc:2']"
+    full = fault(ValueError(text), "writing x")
+    assert (full.errno, full.strerror) == (errno.ENOSPC, "writing x: INTERNAL: no room")
+    assert fault(RuntimeError("UNAVAILABLE: gone"), "reading x").errno == errno.EIO
 
 
 def test_a_segment_that_is_evicted_while_it_is_opened_is_a_miss(store):
