@@ -12,7 +12,7 @@ RECOMPUTE = "recompute"
 
 MAIN: dict[str, PrefixConfig] = {
     OURS: PrefixConfig(by="low-bit", bits=3),
-    CONTIGUOUS: PrefixConfig(by="keys", who="period", placement="attention"),
+    CONTIGUOUS: PrefixConfig(by="keys", who="period", placement="attention", pooling=0),
     IMPRESS: PrefixConfig(
         by="impress", who="layer", placement="impress", prefetch=False, reorder=True
     ),
@@ -26,6 +26,7 @@ MAIN: dict[str, PrefixConfig] = {
 """Ours and what it claims to beat: at every context, timed."""
 
 GRID: dict[str, PrefixConfig] = {
+    "3-bit keys, per head, not pooled": PrefixConfig(by="low-bit", bits=3, pooling=0),
     "2-bit keys, per head": PrefixConfig(by="low-bit", bits=2),
     "4-bit keys, per head": PrefixConfig(by="low-bit", bits=4),
     "page means, per head": PrefixConfig(by="mean"),

@@ -72,6 +72,13 @@ def prefix_options(
             rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.who,
+    pooling: Annotated[
+        float,
+        typer.Option(
+            help="Share of a neighbour's attention that a page is chosen by if its own is less.",
+            rich_help_panel=PANEL,
+        ),
+    ] = PrefixConfig.pooling,
     period: Annotated[
         int,
         typer.Option(
@@ -113,6 +120,7 @@ def prefix_options(
         by=select_by,  # type: ignore[arg-type]  # any text comes in, PrefixConfig refuses
         bits=select_bits,
         who=select_who,  # type: ignore[arg-type]
+        pooling=pooling,
         period=period,
         prefetch=prefetch,
         load_policy=load_policy,  # type: ignore[arg-type]

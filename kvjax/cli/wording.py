@@ -20,7 +20,7 @@ _REPLACED = (
     (r"\btemperature is", "--temperature is"),
     (r"\b(by|who|bits) is\b", r"--select-\1 is"),
     (r"\b(host|device)_bytes is\b", r"--\1-budget is"),
-    (r"(?<!-)\b(budget|period|placement) is\b", r"--\1 is"),
+    (r"(?<!-)\b(budget|period|placement|pooling) is\b", r"--\1 is"),
     (r",? or None( to \w+.*)?$", r""),
     (rf"\b({_OPTIONS})\b", lambda found: "--" + found[0].replace("_", "-")),
 )  # fmt: skip

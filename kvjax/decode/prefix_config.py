@@ -37,6 +37,8 @@ class PrefixConfig:
       bits: of low-bit keys, 2, 3 or 4.
       clip: share of a channel's range that low-bit codes cover.
       who: "head", "layer" or "period" chooses.
+      pooling: the share of a neighbour's attention that a page is chosen by if its own is less, 0
+        to 1; see `Choice`.
       period: layers a period; a choice is guessed for the rest of its period and for the next.
       prefetch: whether pages are read ahead on a guess.
       load_policy: "load", "recompute", or "auto": whichever is estimated to be faster.
@@ -61,6 +63,7 @@ class PrefixConfig:
     bits: int = 3
     clip: float = 1.0
     who: Who = "head"
+    pooling: float = 0.5
     period: int = 4
     prefetch: bool = True
     load_policy: LoadPolicy = "auto"
@@ -92,7 +95,7 @@ class PrefixConfig:
 
     def choice(self) -> Choice:
         """Who chooses, as a program takes it."""
-        return Choice(who=self.who, period=self.period)
+        return Choice(who=self.who, period=self.period, pooling=self.pooling)
 
     def sketch(self) -> Sketch | None:
         """What is kept in memory to choose by, if anything is."""

@@ -25,6 +25,9 @@ class Choice:
       aggregate: how the mass of several query heads becomes one number.
       first: how many of the first pages are always in (the attention sinks).
       last: how many of the last live pages are always in.
+      pooling: the share of a neighbour's mass that a page counts with if its own is less, 0 to 1.
+        What is asked for often begins in the page that a question attends to and goes on in the
+        next; SnapKV (arXiv:2404.14469) pools the mass of tokens for the same reason.
 
     Raises:
       KvjaxError: an unknown `who` or `aggregate`, or a number out of range.
@@ -35,6 +38,7 @@ class Choice:
     aggregate: Aggregate = "sum"
     first: int = 1
     last: int = 1
+    pooling: float = 0.0
 
     def __post_init__(self) -> None:
         if self.who not in get_args(Who):
@@ -50,6 +54,8 @@ class Choice:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise KvjaxError(f"{name} is {value!r}: must be an integer of at least {least}")
+        if not 0 <= self.pooling <= 1:
+            raise KvjaxError(f"pooling is {self.pooling!r}: must be a number from 0 to 1")
 
     def decider(self, layer: int) -> int:
         """The layer whose choice `layer` reads by: its own, or the first of its period.
@@ -110,6 +116,8 @@ def select(
         score = jnp.mean(grouped, axis=1)
     else:
         score = jnp.sum(grouped, axis=1)
+    if choice.pooling:
+        score = _pooled(score, pages, choice.pooling)
     budgets = None if count is None else jnp.broadcast_to(count, score[None, :, 0].shape)
     chosen = select_pages(
         score[None],
@@ -120,3 +128,14 @@ def select(
         budgets=budgets,
     )
     return jnp.broadcast_to(chosen.pages[0], (kv_heads, room))
+
+
+def _pooled(
+    score: Float32[Array, "H N"], pages: Int32[Array, ""], share: float
+) -> Float32[Array, "H N"]:
+    """The greater of a page's own mass and a share of a live neighbour's."""
+    live = jnp.arange(score.shape[1], dtype=jnp.int32)[None, :] < pages
+    score = jnp.where(live, score, 0)
+    before = jnp.pad(score, ((0, 0), (1, 0)))[:, :-1]
+    after = jnp.pad(score, ((0, 0), (0, 1)))[:, 1:]
+    return jnp.maximum(score, share * jnp.maximum(before, after))

@@ -32,6 +32,7 @@ def plainly(mass, pages, kv_heads, room, count, choice):
     score = REDUCE[choice.aggregate](mass.reshape(rows, -1, num_pages), axis=1)
     result = []
     for row in score:
+        row = pooled(row[:pages], choice.pooling)
         order = sorted(
             range(pages),
             key=lambda page: (
@@ -41,6 +42,15 @@ def plainly(mass, pages, kv_heads, room, count, choice):
         ids = sorted(order[:count])
         result.append(ids + [num_pages] * (room - len(ids)))
     return np.array(result if rows == kv_heads else result * kv_heads)
+
+
+def pooled(row, share):
+    """Each page's own mass or a share of a neighbour's, by hand."""
+    near = [[row[i] for i in (page - 1, page + 1) if 0 <= i < len(row)] for page in range(len(row))]
+    return [
+        max([own, *(share * other for other in others)])
+        for own, others in zip(row, near, strict=True)
+    ]
 
 
 WHO = ("head", "layer", "period")
@@ -55,6 +65,24 @@ def test_the_greatest_are_chosen(choice, pages, count):
     ids = chosen(mass, pages, 2, 6, count, choice)
     np.testing.assert_array_equal(ids, plainly(mass, pages, 2, 6, count, choice))
     assert ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("pooling", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize(("pages", "count"), [(12, 6), (9, 5), (4, 6), (1, 6), (0, 6)])
+def test_what_begins_in_a_page_may_go_on_in_the_next(who, pooling, pages, count):
+    """Pages past the last live one hold anything, and lend nothing."""
+    choice = Choice(who, pooling=pooling)
+    mass = np.random.default_rng(1).integers(0, 9, size=(6, 12)).astype(np.float32)
+    mass[:, pages:] = 1e9
+    ids = chosen(mass, pages, 2, 6, count, choice)
+    np.testing.assert_array_equal(ids, plainly(mass, pages, 2, 6, count, choice))
+
+
+@pytest.mark.parametrize("pooling", [-0.1, 1.5, float("nan")])
+def test_a_share_is_between_nothing_and_all(pooling):
+    with pytest.raises(KvjaxError, match="pooling is"):
+        Choice(pooling=pooling)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 0), (0, 1), (2, 3)])
