@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+import sys
 import typing
 
 import beartype
@@ -66,6 +67,16 @@ def one_compilation_cache():
     after = getattr(jax.config, setting)
     jax.config.update(setting, before)
     assert after == before, f"the test left {setting} at {after!r}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_are_let_go():
+    """What a module compiled is of no use to the next, and thousands of programs fill memory."""
+    yield
+    programs = sys.modules.get("kvjax.decode.program")
+    if programs is not None:
+        programs._compile.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
