@@ -12,5 +12,6 @@ def assert_no_race(capfd, function):
     finally:
         pltpu.reset_tpu_interpret_mode_state()
     captured = capfd.readouterr()
-    assert "RACE DETECTED" not in captured.out + captured.err
-    assert "non-zero count" not in captured.out + captured.err  # a copy nobody waited for
+    printed = captured.out + captured.err
+    assert "RACE DETECTED" not in printed, printed
+    assert "non-zero count" not in printed, printed  # a copy nobody waited for
