@@ -1,13 +1,8 @@
-"""Reads of a stored prefix on behalf of a compiled program, which names them by an integer.
+"""Reads of a stored prefix on behalf of a compiled program.
 
-A program cannot hold a Python object; it holds a handle, as a process holds a file descriptor. Its
-callbacks find the session under it, touch NumPy only, and never raise: what fails is a flag.
+Its callbacks find the session by a handle, touch NumPy only, and never raise: what fails is a flag.
 """
 
-import contextlib
-import itertools
-import threading
-from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -250,30 +245,3 @@ class PageReads:
         end = (layer // self._period + 1) * self._period
         ahead = range(layer + 1, end) or range(end, end + self._period)
         return range(ahead.start, min(ahead.stop, self._layers))
-
-
-_sessions: dict[int, PageReads] = {}
-_handles = itertools.count(1)
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def opened(reads: PageReads) -> Iterator[int]:
-    """A handle under which programs find these reads, valid inside the `with`."""
-    with _lock:
-        handle = next(_handles) % (1 << 31)
-        _sessions[handle] = reads
-    try:
-        yield handle
-    finally:
-        with _lock:
-            del _sessions[handle]
-
-
-def session(handle: int) -> PageReads:
-    """The reads that `opened` gave this handle.
-
-    Raises:
-      KeyError: the handle is not open.
-    """
-    return _sessions[int(handle)]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from kvjax.storage.sessions import session
+from kvjax.storage.handles import held
 
 
 class Worth(NamedTuple):
@@ -99,7 +99,7 @@ def collect(
 
 
 def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
-    reads = session(int(handle))
+    reads = held(int(handle))
     if worth is None:
         return np.int32(reads.issue(layer, np.asarray(ids), to_choose=True))
     mass, important = np.asarray(worth.mass), np.asarray(worth.important)
@@ -107,7 +107,7 @@ def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
 
 
 def _issue_missing(layer: int, handle: Any, ids: Any, worth: Worth) -> tuple[Any, Any, Any]:
-    reads = session(int(handle))
+    reads = held(int(handle))
     mass, important = np.asarray(worth.mass), np.asarray(worth.important)
     ticket, rows, missing = reads.issue_missing(
         layer, np.asarray(ids), mass=mass, important=important
@@ -116,5 +116,5 @@ def _issue_missing(layer: int, handle: Any, ids: Any, worth: Worth) -> tuple[Any
 
 
 def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> Any:
-    reads = session(int(handle))
+    reads = held(int(handle))
     return reads.collect(int(ticket), layer, np.asarray(ids), to_choose=to_choose)

@@ -11,7 +11,6 @@ from jaxtyping import Array, Int32
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.budget import Budget
 from kvjax.decode.choosing import Selection, StoredPrefix
 from kvjax.decode.memory import Reading
 from kvjax.decode.meter import Meter
@@ -23,8 +22,10 @@ from kvjax.decode.reprefill import reprefill
 from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.model import Model
+from kvjax.policies.budget import Budget
 from kvjax.spec import pages_for
-from kvjax.storage.sessions import PageReads, opened
+from kvjax.storage.handles import opened
+from kvjax.storage.sessions import PageReads
 
 LARGEST_SUFFIX = 2048
 """Tokens after the stored pages that one program prefills at once."""

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
-from kvjax.decode.budget import Budget
 from kvjax.decode.choosing import ByPages, ByTokens, Selection
 from kvjax.errors import KvjaxError
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
+from kvjax.policies.budget import Budget
 from kvjax.policies.select import Who
 from kvjax.storage.layout import Layout
 

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.storage.sessions import PageReads, opened, session
+from kvjax.storage.handles import held, opened
+from kvjax.storage.sessions import PageReads
 
 LAYERS, HEADS, PAGES, SIZE, DIM = 4, 2, 5, 3, 2
 
@@ -188,8 +189,8 @@ def test_nothing_chosen_reads_nothing():
 def test_a_handle_is_valid_while_it_is_open():
     made, _ = reads()
     with opened(made) as handle:
-        assert session(handle) is made
+        assert held(handle) is made
         with opened(made) as other:
             assert other != handle
     with pytest.raises(KeyError):
-        session(handle)
+        held(handle)

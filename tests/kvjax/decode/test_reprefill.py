@@ -14,7 +14,8 @@ from kvjax.decode.near_memory import Near
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.step import Prompts, prefill_chunk, start
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds
-from kvjax.storage.sessions import PageReads, opened
+from kvjax.storage.handles import opened
+from kvjax.storage.sessions import PageReads
 from tests.kvjax.decode import tiny
 
 PAGE = 8
