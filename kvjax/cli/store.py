@@ -5,9 +5,11 @@ import json
 import time
 from typing import Annotated, Any
 
+import rich.box
 import rich.table
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvjax.cli import options
 from kvjax.cli.console import note, size_of
@@ -21,6 +23,7 @@ app = typer.Typer(
 
 EXIT_DAMAGED = 1
 _KEY_SHOWN = 12
+_KEY_LISTED = 8
 
 Key = Annotated[str, typer.Argument(metavar="KEY", help="A prefix's key, or its first digits.")]
 
@@ -33,23 +36,24 @@ def list_segments(
 ) -> None:
     """List stored prefixes, the most recently used first.
 
+    Keys and labels are cut to fit the terminal; --json has all of them, and how pages are laid out.
+
     Example: kvjax store ls --json
     """
     infos = PageStore.open(store_url(store, cache_dir), read_only=True).segments()
     if as_json:
         print(json.dumps([_as_dict(info) for info in infos]))
         return
-    grid = rich.table.Table()
-    for column in ("key", "label", "tokens", "size", "layout", "hits", "written", "used"):
-        grid.add_column(column, justify="right" if column in ("tokens", "size", "hits") else "left")
+    grid = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("key", "label", "tokens", "size", "hits", "written", "used"):
+        left = column in ("key", "label")
+        grid.add_column(column, justify="left" if left else "right", no_wrap=column != "label")
     for info in infos:
-        layout = f"{info.layout.layers} x {info.layout.heads} x {info.layout.page_size}"
         grid.add_row(
-            info.key[:_KEY_SHOWN],
-            info.label,
+            info.key[:_KEY_LISTED],
+            Text(info.label, no_wrap=True, overflow="ellipsis"),  # alone gives way
             f"{info.tokens:,}",
             size_of(info.bytes),
-            f"{layout} {info.dtype}",
             f"{info.hits:,}",
             _ago(info.created),
             _ago(info.last_used),

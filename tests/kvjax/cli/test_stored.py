@@ -17,8 +17,10 @@ from kvjax.storage.errors import (
     UnitError,
     fault,
 )
+from kvjax.storage.page_store import PageStore
 from kvjax.storage.usage import UsageLog, Use
 from tests.kvjax.tiny_gguf import write_gguf
+from tests.storage.pages import put
 
 DOCUMENT = "a bad abbot had a bag and a cab. " * 3
 
@@ -131,12 +133,31 @@ def test_the_store_is_listed_checked_and_cleaned(run, key):
     listed = json.loads(whole(run("store", "ls", "--json")))
     assert [info["key"] for info in listed] == [key]
     assert listed[0]["label"] == "document.txt for tiny"
-    assert key[:12] in whole(run("store", "ls"))
+    assert key[:8] in whole(run("store", "ls"))
     assert json.loads(whole(run("store", "verify", "--json"))) == []
     stats = json.loads(whole(run("store", "stats", "--json")))
     assert stats["segments"] == 1
     assert stats.keys() == {"segments", "bytes", "sketch_bytes", "hits", "oldest", "idle"}
     assert json.loads(whole(run("store", "gc", "--json"))) == {"segments": 0, "bytes": 0}
+
+
+def test_a_list_fits_a_terminal_of_80_columns(tmp_path):
+    store = PageStore.open(tmp_path)
+    infos = [
+        put(store, seed, label=f"{'a long [red] name of a file' * 9} {seed}") for seed in (1, 2)
+    ]
+    words = ["store", "ls", "--store", str(tmp_path)]
+    shown = whole(typer.testing.CliRunner().invoke(app, words, env={"COLUMNS": "80"}))
+    lines = shown.rstrip().splitlines()
+    assert max(map(len, lines)) <= 80
+    for info in infos:
+        (line,) = [line for line in lines if line.startswith(info.key[:8])]
+        assert "a long [red] name" in line
+        assert "…" in line
+        assert line.endswith(("min ago", "h ago"))
+    listed = json.loads(whole(typer.testing.CliRunner().invoke(app, [*words, "--json"])))
+    assert {info["label"] for info in listed} == {info.label for info in infos}
+    assert {info["key"] for info in listed} == {info.key for info in infos}
 
 
 def test_damage_is_told_with_an_exit_code(run, key, folder):
