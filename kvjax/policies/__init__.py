@@ -1,9 +1,11 @@
-"""What is kept, read and placed: page sketches, and the rules that choose pages by them."""
+"""What is kept, read and placed: page sketches, rules that choose pages by them, and windows."""
 
 from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, impress
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.select import Choice, select
 from kvjax.policies.sketch import MeanKeys, QuestBounds, Sketch
+from kvjax.policies.window_plan import WindowPlan
+from kvjax.policies.window_scaling import TrafficProfile, exact_windows, greedy_windows
 
 __all__ = [
     "Choice",
@@ -13,7 +15,11 @@ __all__ = [
     "QuestBounds",
     "Sketch",
     "TokenChoice",
+    "TrafficProfile",
+    "WindowPlan",
     "chunk_pages",
+    "exact_windows",
+    "greedy_windows",
     "heavy_hitters",
     "impress",
     "select",
