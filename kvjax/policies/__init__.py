@@ -1,6 +1,7 @@
 """What is kept, read and placed: page sketches, rules that choose pages by them, and windows."""
 
 from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, impress
+from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.select import Choice, select
 from kvjax.policies.sketch import MeanKeys, QuestBounds, Sketch
@@ -12,6 +13,8 @@ __all__ = [
     "ExactKeys",
     "LowBitKeys",
     "MeanKeys",
+    "PageIndex",
+    "PerPage",
     "QuestBounds",
     "Sketch",
     "TokenChoice",
