@@ -72,6 +72,7 @@ def demo(
             progress=progress.share,
         )
         warm, warm_stats = run(model, prompt, progress, prefixes=prefixes, **options_of_both)
+    stored.finish(prefixes)
     if as_json:
         runs = {
             "cold": {**cold, "stats": stats_as_json(cold_stats, load_seconds)},

@@ -117,7 +117,7 @@ def generate(
             prefixes=prefixes,
         )
     if prefixes is not None:
-        prefixes.store.flush()  # or this use may not be counted: the process ends here
+        stored.finish(prefixes)
     if as_json:
         print(json.dumps({**result, "stats": stats_as_json(stats, load_seconds)}))
     else:

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from kvjax.cli import options
 from kvjax.cli.console import note, size_of
-from kvjax.cli.stored import StoreUrl, store_url
-from kvjax.storage.page_store import GC_AGE_S, PageStore
+from kvjax.cli.stored import ReadTimeout, StoreUrl, open_store
+from kvjax.decode import PrefixConfig
+from kvjax.storage.page_store import GC_AGE_S
 from kvjax.storage.segment import SegmentInfo
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="A prefix's key, or its 
 def list_segments(
     store: StoreUrl = None,
     cache_dir: options.CacheDir = None,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     as_json: options.AsJson = False,
 ) -> None:
     """List stored prefixes, the most recently used first.
@@ -40,7 +42,7 @@ def list_segments(
 
     Example: kvjax store ls --json
     """
-    infos = PageStore.open(store_url(store, cache_dir), read_only=True).segments()
+    infos = open_store(store, cache_dir, read_timeout, read_only=True).segments()
     if as_json:
         print(json.dumps([_as_dict(info) for info in infos]))
         return
@@ -67,13 +69,14 @@ def verify(
     *,
     store: StoreUrl = None,
     cache_dir: options.CacheDir = None,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     as_json: options.AsJson = False,
 ) -> None:
     """Read one stored prefix, or all, and compare checksums; exit with 1 if one is damaged.
 
     Example: kvjax store verify
     """
-    opened = PageStore.open(store_url(store, cache_dir), read_only=True)
+    opened = open_store(store, cache_dir, read_timeout, read_only=True)
     findings = opened.verify(None if key is None else opened.full_key(key))
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
@@ -92,13 +95,14 @@ def gc(
     ] = GC_AGE_S,
     store: StoreUrl = None,
     cache_dir: options.CacheDir = None,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     as_json: options.AsJson = False,
 ) -> None:
     """Remove what stopped writers left behind, and manifests that cannot be read.
 
     Example: kvjax store gc
     """
-    freed = PageStore.open(store_url(store, cache_dir)).gc(min_age_s=min_age)
+    freed = open_store(store, cache_dir, read_timeout).gc(min_age_s=min_age)
     if as_json:
         print(json.dumps(dataclasses.asdict(freed)))
         return
@@ -111,13 +115,14 @@ def rm(
     *,
     store: StoreUrl = None,
     cache_dir: options.CacheDir = None,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     as_json: options.AsJson = False,
 ) -> None:
     """Remove a stored prefix.
 
     Example: kvjax store rm 3f2a91
     """
-    opened = PageStore.open(store_url(store, cache_dir))
+    opened = open_store(store, cache_dir, read_timeout)
     whole = opened.full_key(key)
     freed = opened.remove(whole)
     print(json.dumps({"key": whole, "bytes": freed}) if as_json else f"{size_of(freed)} freed")
@@ -127,13 +132,14 @@ def rm(
 def stats(
     store: StoreUrl = None,
     cache_dir: options.CacheDir = None,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     as_json: options.AsJson = False,
 ) -> None:
     """Sizes, ages and hits of the whole store.
 
     Example: kvjax store stats --json
     """
-    found = PageStore.open(store_url(store, cache_dir), read_only=True).stats()
+    found = open_store(store, cache_dir, read_timeout, read_only=True).stats()
     if as_json:
         # What this process itself missed and evicted is nothing: it only looks.
         names = ("segments", "bytes", "sketch_bytes", "hits", "oldest", "idle")

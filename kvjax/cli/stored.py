@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import prompt
+from kvjax.cli.console import note, size_of
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.registry import cache_root
+from kvjax.storage.page_store import PageStore
 
 PANEL = "Stored prefixes"
 
@@ -30,6 +32,14 @@ StoreUrl = Annotated[
         help="The page store: a folder, or a URL such as s3://BUCKET/FOLDER/.",
         rich_help_panel=PANEL,
         show_default="in the cache folder",
+    ),
+]
+
+ReadTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that one read, or another answer of the store, may take.",
+        rich_help_panel=PANEL,
     ),
 ]
 
@@ -64,6 +74,13 @@ def prefix_options(
     select_bits: Annotated[
         int, typer.Option(help="Bits of low-bit keys: 2, 3 or 4.", rich_help_panel=PANEL)
     ] = PrefixConfig.bits,
+    clip: Annotated[
+        float,
+        typer.Option(
+            help="Share of a channel's range that low-bit keys cover, above 0 and at most 1.",
+            rich_help_panel=PANEL,
+        ),
+    ] = PrefixConfig.clip,
     select_who: Annotated[
         str,
         typer.Option(
@@ -86,6 +103,15 @@ def prefix_options(
             rich_help_panel=PANEL,
         ),
     ] = PrefixConfig.period,
+    reorder: Annotated[
+        bool,
+        typer.Option(
+            "--reorder",
+            help="Count the tokens that are chosen by impress or h2o, and after the answer write "
+            "the prefix once more with those together that are chosen most.",
+            rich_help_panel=PANEL,
+        ),
+    ] = PrefixConfig.reorder,
     prefetch: Annotated[
         bool, typer.Option(help="Read pages ahead on a guess.", rich_help_panel=PANEL)
     ] = PrefixConfig.prefetch,
@@ -99,6 +125,7 @@ def prefix_options(
     on_read_failure: Annotated[
         str, typer.Option(help="recompute or fail.", rich_help_panel=PANEL)
     ] = PrefixConfig.on_read_failure,
+    read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     host_budget: Annotated[
         int, typer.Option(min=0, help="MB of host memory for stored pages.", rich_help_panel=PANEL)
     ] = PrefixConfig.host_bytes >> 20,
@@ -119,15 +146,18 @@ def prefix_options(
         budget=budget,
         by=select_by,  # type: ignore[arg-type]  # any text comes in, PrefixConfig refuses
         bits=select_bits,
+        clip=clip,
         who=select_who,  # type: ignore[arg-type]
         pooling=pooling,
         period=period,
+        reorder=reorder,
         prefetch=prefetch,
         load_policy=load_policy,  # type: ignore[arg-type]
         on_read_failure=on_read_failure,  # type: ignore[arg-type]
         host_bytes=host_budget << 20,
         device_bytes=device_budget << 20,
         placement=placement,  # type: ignore[arg-type]
+        timeout_s=read_timeout,
     )
 
 
@@ -147,6 +177,39 @@ def open_prefixes(
     """
     most = None if max_bytes is None else bytes_of(max_bytes)
     return PrefixCache(store_url(store, cache_dir), config=config, max_bytes=most)
+
+
+def open_store(
+    store: str | None, cache_dir: Path | None, read_timeout: float, *, read_only: bool = False
+) -> PageStore:
+    """The store that a command means, to look after it.
+
+    Args:
+      store: what `--store` said.
+      cache_dir: what `--cache-dir` said.
+      read_timeout: what `--read-timeout` said.
+      read_only: whether the command only looks.
+
+    Raises:
+      KvjaxError: read_timeout is no time.
+      NotAStoreError: there is no store, or something else.
+    """
+    timeout_s = PrefixConfig(timeout_s=read_timeout).timeout_s  # refuses what is no time
+    return PageStore.open(store_url(store, cache_dir), read_only=read_only, timeout_s=timeout_s)
+
+
+def finish(prefixes: PrefixCache) -> None:
+    """Do what is left after an answer: pack what was chosen, if asked to; write use counts.
+
+    Raises:
+      SegmentError: a prefix cannot be opened.
+      UnitError: it cannot be read.
+      StoreError: the store cannot be written.
+    """
+    if prefixes.config.reorder:
+        for info in prefixes.reorder():
+            note(f"reordered: {info.tokens:,} tokens in {size_of(info.bytes)}, {info.key[:12]}")
+    prefixes.store.flush()  # or this use may not be counted: the process ends here
 
 
 def bytes_of(text: str) -> int:

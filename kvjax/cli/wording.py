@@ -18,9 +18,12 @@ _REPLACED = (
     (r"^key is", "--seed is"),
     (r"^name_or_path is", "--model is"),
     (r"\btemperature is", "--temperature is"),
+    (r"\breorder is True and by is (.*), or leave reorder out",
+     r"--reorder needs --select-by to be something else than \1, or leave --reorder out"),
     (r"\b(by|who|bits) is\b", r"--select-\1 is"),
+    (r"\btimeout_s is\b", "--read-timeout is"),
     (r"\b(host|device)_bytes is\b", r"--\1-budget is"),
-    (r"(?<!-)\b(budget|period|placement|pooling) is\b", r"--\1 is"),
+    (r"(?<!-)\b(budget|period|placement|pooling|clip) is\b", r"--\1 is"),
     (r",? or None( to \w+.*)?$", r""),
     (rf"\b({_OPTIONS})\b", lambda found: "--" + found[0].replace("_", "-")),
 )  # fmt: skip

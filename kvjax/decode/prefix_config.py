@@ -51,7 +51,7 @@ class PrefixConfig:
         many bytes again, where a program on an accelerator reads them without a call to Python.
       placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
         "lru", "lfu" or IMPRESS's score.
-      timeout_s: the longest wait for a read, in seconds.
+      timeout_s: the longest wait for a read, or for another answer of the store, in seconds.
 
     Raises:
       KvjaxError: a field is not what it must be.

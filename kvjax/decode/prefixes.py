@@ -90,7 +90,9 @@ class PrefixCache:
         tenant: str = "",
     ) -> None:
         self.config = inputs.given_or_default("config", config, PrefixConfig)
-        self.store = PageStore.open(url, max_bytes=max_bytes, read_only=read_only)
+        self.store = PageStore.open(
+            url, max_bytes=max_bytes, read_only=read_only, timeout_s=self.config.timeout_s
+        )
         self._tenant = tenant
         self._lock = threading.RLock()
         self._memory = Memory(self.config)
@@ -361,9 +363,10 @@ class PrefixCache:
     def reorder(self) -> list[SegmentInfo]:
         """Pack the tokens that earlier requests chose, as IMPRESS does in the background.
 
-        What was chosen is counted while `PrefixConfig.reorder` is on, by this object. Of each
-        prefix that was chosen from, a second segment is written with the tokens of every layer in
-        the order of their uses; later requests read it where they share the whole of it.
+        What was chosen is counted while `PrefixConfig.reorder` is on, by this object, and added to
+        what a former reordering was made by. Of each prefix that was chosen from since, a second
+        segment is written with the tokens of every layer in the order of their uses; later requests
+        read it where they share the whole of it.
 
         Returns:
           What was written.

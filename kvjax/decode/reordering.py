@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, Int32, Integer
 
+from kvjax.storage.errors import SegmentError
 from kvjax.storage.keys import Identity
 from kvjax.storage.manifest import segment_key
 from kvjax.storage.page_store import Match, PageStore
@@ -24,6 +25,9 @@ from kvjax.storage.unit_read import units_in_time
 ORDER = "order"
 """Name of the array that keeps where each layer's tokens came from, int32 [L, N * P]."""
 
+USES = "uses"
+"""Name of the array that keeps how often tokens were chosen, int64 [L, N * P] in their own order."""
+
 COUNTED_PREFIXES = 8
 """Prefixes whose chosen tokens are counted; of more, the longest unused are forgotten."""
 
@@ -32,7 +36,7 @@ _watching: dict[int, Callable[[int, np.ndarray], None]] = {}
 
 
 class TokenUses:
-    """How often requests chose each token of stored prefixes, and the orders that follow."""
+    """How often requests chose each token of stored prefixes since they were last reordered."""
 
     def __init__(self) -> None:
         self._counts: dict[str, np.ndarray] = {}  # [L, T] by the key of the plain segment
@@ -61,6 +65,8 @@ class TokenUses:
     def reorder(self, store: PageStore) -> list[SegmentInfo]:
         """Write a reordered segment of every prefix that was chosen from, in place of an older one.
 
+        The uses that made the older one count on. Then counting begins anew.
+
         Args:
           store: that holds the prefixes; those that it lost are forgotten.
 
@@ -79,7 +85,8 @@ class TokenUses:
             if info is None:
                 del self._counts[key]
             elif counts.any():
-                written.append(_write(store, info, np.argsort(-counts, axis=1, kind="stable")))
+                written.append(_write(store, info, counts))
+                del self._counts[key]
         return written
 
     def _counts_of(self, segment: Segment) -> np.ndarray:
@@ -187,13 +194,15 @@ def _marked(identity: Identity) -> Identity:
     return dataclasses.replace(identity, numerics=identity.numerics + _MARK)
 
 
-def _write(store: PageStore, info: SegmentInfo, order: np.ndarray) -> SegmentInfo:
+def _write(store: PageStore, info: SegmentInfo, counts: np.ndarray) -> SegmentInfo:
     with store.open_segment(info.key) as segment:
         # What stands for pages stands for other pages now, and is left out.
         small = {name: array for name, array in segment.sketches().items() if array.ndim < 2}
         tokens = segment.tokens
-        keys, values = (_permuted(pages, order) for pages in pages_of(segment, store.timeout_s))
         old = segment_key(_marked(info.identity), segment.grid, tokens)
+        uses = counts + _uses_before(store, old)
+        order = np.argsort(-uses, axis=1, kind="stable")
+        keys, values = (_permuted(pages, order) for pages in pages_of(segment, store.timeout_s))
         if any(other.key == old for other in store.segments()):
             store.remove(old)
         return store.put(
@@ -202,9 +211,18 @@ def _write(store: PageStore, info: SegmentInfo, order: np.ndarray) -> SegmentInf
             keys,
             values,
             layout=info.layout,
-            sketches={**small, ORDER: order.astype(np.int32)},
+            sketches={**small, ORDER: order.astype(np.int32), USES: uses},
             label=f"{info.label}, reordered",
         )
+
+
+def _uses_before(store: PageStore, key: str) -> Any:
+    """The uses that a reordered segment was made by; 0 if there is none that tells."""
+    try:
+        with store.open_segment(key) as segment:
+            return segment.sketches(USES).get(USES, 0)
+    except SegmentError:
+        return 0
 
 
 def _permuted(pages: np.ndarray, order: np.ndarray) -> np.ndarray:

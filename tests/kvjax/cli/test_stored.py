@@ -208,6 +208,31 @@ def test_a_store_that_fails_is_one_line(run, folder, monkeypatch, error, said):
     assert again.exception is error
 
 
+def test_tokens_are_reordered_after_an_answer(run, folder):
+    asking = ("--select-by", "impress", "--select-who", "layer", "--read-timeout", 20, "--reorder")
+    added = run("prefix", "add", folder / "document.txt", *asking[:4], "--json")
+    key = json.loads(whole(added))["key"]
+    question = ("generate", "abc", "--prefix", key, "-n", 2, "--load-policy", "load", "--json")
+    plain = run(*question, *asking)
+    assert "reordered: " in plain.stderr
+    (packed,) = [info for info in listed(run) if info["label"].endswith(", reordered")]
+    again = json.loads(whole(run(*question, *asking, "--budget", "100%")))
+    assert again["stats"]["prefix"]["key"] == packed["key"]
+    for info in listed(run):
+        run("store", "rm", info["key"])
+
+
+def test_clip_is_part_of_what_is_stored(run, folder):
+    added = json.loads(whole(run("prefix", "add", folder / "document.txt", "--json")))
+    refused = run("generate", "abc", "--prefix", added["key"], "-n", 1, "--clip", "0.9")
+    assert "has no low-bit-3-0.9 sketch" in refused.stderr
+    run("store", "rm", added["key"])
+
+
+def listed(run):
+    return json.loads(whole(run("store", "ls", "--json")))
+
+
 def test_a_store_keeps_to_its_most_bytes(run, folder, key):
     size = json.loads(whole(run("store", "stats", "--json")))["bytes"]
     (folder / "other.txt").write_text("a cab had a bad bag. " * 4)
@@ -222,6 +247,10 @@ def test_bad_options_are_one_line(run, folder):
         (["generate", "abc", "--select-by", "luck"], "error: --select-by is 'luck'"),
         (["generate", "abc", "--select-who", "luck"], "error: --select-who is 'luck'"),
         (["generate", "abc", "--select-bits", "9"], "--select-bits is 9"),
+        (["generate", "abc", "--clip", "0"], "error: --clip is 0.0"),
+        (["generate", "abc", "--read-timeout", "nan"], "error: --read-timeout is nan"),
+        (["generate", "abc", "--reorder"], "error: --reorder needs --select-by"),
+        (["store", "verify", "--read-timeout", "0"], "error: --read-timeout is 0.0"),
         (["generate", "abc", "--period", "0"], "error: --period is 0"),
         (["generate", "abc", "--placement", "x"], "error: --placement is 'x'"),
         (["generate", "abc", "--load-policy", "x"], "error: --load-policy is 'x'"),

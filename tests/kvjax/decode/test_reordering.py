@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
-from kvjax.decode.reordering import ORDER, order_of, pages_of
+from kvjax.decode.reordering import ORDER, USES, order_of, pages_of
 from kvjax.errors import KvjaxError
 from tests.kvjax.decode import tiny
 
@@ -110,14 +110,30 @@ def test_a_prompt_that_shares_only_the_beginning_reads_tokens_in_their_own_order
 def test_a_second_order_is_not_mixed_with_pages_of_the_first(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids, budget="100%", host_bytes=1 << 24)
     expected = answer(model, ids, prefixes)[0]
-    (counts,) = prefixes._uses._counts.values()
     for seed in range(3):
+        (counts,) = prefixes._uses._counts.values()
         counts[:] = np.random.default_rng(seed).integers(0, 99, counts.shape)
         prefixes.reorder()
         for _ in range(2):  # from disk, then from memory
             assert answer(model, ids, prefixes)[0] == expected
     assert len(prefixes.store.segments()) == 2
     assert answer(model, ids, PrefixCache(tmp_path, config=prefixes.config))[0] == expected
+
+
+def test_uses_add_up_over_restarts(tmp_path, model, ids):
+    total = 0
+    for seed in range(3):
+        prefixes = stored(tmp_path, model, ids, budget="10%")
+        answer(model, [*ids[: -QUESTION + seed], *tiny.prompt(5, seed)], prefixes)
+        (counts,) = prefixes._uses._counts.values()
+        total = total + counts
+        assert counts.any()
+        (info,) = prefixes.reorder()
+        assert prefixes.reorder() == []  # nothing was chosen since
+    with prefixes.store.open_segment(info.key) as packed:
+        uses, order = packed.sketch(USES), packed.sketch(ORDER)
+    np.testing.assert_array_equal(uses, total)
+    assert (np.diff(np.take_along_axis(uses, order, axis=1)) <= 0).all()
 
 
 def test_others_do_not_see_what_is_reordered(tmp_path, model, ids):
