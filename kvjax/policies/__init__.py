@@ -1,6 +1,8 @@
 """What is kept, read and placed: page sketches, rules that choose pages by them, and windows."""
 
 from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, impress
+from kvjax.policies.clusters import Clustering
+from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.select import Choice, select
@@ -10,7 +12,9 @@ from kvjax.policies.window_scaling import TrafficProfile, exact_windows, greedy_
 
 __all__ = [
     "Choice",
+    "Clustering",
     "ExactKeys",
+    "Hierarchical",
     "LowBitKeys",
     "MeanKeys",
     "PageIndex",
