@@ -153,6 +153,12 @@ class Catalog:
                 return True
             return any(not self.condemned(other) for other in self.index.covering(key))
 
+    def covered(self, key: str) -> list[Entry]:
+        """Shorter segments of which nothing is lost while the segment of this key is there."""
+        with self._lock:
+            known = key in self.index.entries and not self.condemned(self.index.entries[key])
+            return self.index.covered(key) if known else []
+
     def forget(self, key: str) -> None:
         """The segment was removed."""
         with self._lock:

@@ -63,15 +63,40 @@ def page_keys(
     Raises:
       ValueError: a token or the page size is out of range.
     """
+    ids = token_array(tokens)
+    return _chain(identity, namespace, ids, page_size)[: len(ids) // max(page_size, 1)]
+
+
+def prompt_key(
+    identity: Identity, namespace: str, tokens: Sequence[int] | np.ndarray, page_size: int
+) -> str:
+    """The key of all tokens of a prompt: its last page's, or if tokens follow, one more link.
+
+    Args:
+      identity: as in `page_keys`.
+      namespace: as in `page_keys`.
+      tokens: at least one.
+      page_size: tokens in a page, at least 1.
+
+    Raises:
+      ValueError: there is no token, or a token or the page size is out of range.
+    """
+    ids = token_array(tokens)
+    if not len(ids):
+        raise ValueError("tokens are none; a key is that of at least one")
+    return _chain(identity, namespace, ids, page_size)[-1]
+
+
+def _chain(identity: Identity, namespace: str, ids: np.ndarray, page_size: int) -> list[str]:
+    """A link for each page, the last of which may be less than full: its length sets it apart."""
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; a page holds at least 1 token")
-    ids = token_array(tokens)
     fields = [("schema", SCHEMA), ("namespace", namespace), ("page_size", str(page_size))]
     fields += dataclasses.asdict(identity).items()
     link = hashlib.sha256(b"".join(_tagged(fields))).digest()
     keys = []
-    for page in range(len(ids) // page_size):
-        data = ids[page * page_size : (page + 1) * page_size].astype("<i8").tobytes()
+    for begin in range(0, len(ids), page_size):
+        data = ids[begin : begin + page_size].astype("<i8").tobytes()
         link = hashlib.sha256(link + data).digest()
         keys.append(link.hex())
     return keys

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from kvjax.storage.errors import SegmentError
-from kvjax.storage.keys import Identity, page_keys, token_array
+from kvjax.storage.keys import Identity, prompt_key, token_array
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 
 MAGIC = "kvjax prefix segment"
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)
+"""Versions that are read. In 2 no tokens followed the last full page."""
 
 FOLDER = re.compile(r"(?P<key>[0-9a-f]{64})\.(?P<begun>[0-9]{1,15})\.[0-9a-f]{8}")
 """A folder of data: the segment's key, when writing began in ms since 1970, and a random number."""
@@ -46,10 +48,10 @@ class SketchEntry:
 class Manifest:
     """Everything about a stored segment but its keys and values."""
 
-    key: str  # of the last page, in the namespace of layout and dtype
+    key: str  # of the tokens, in the namespace of layout and dtype
     identity: Identity
     grid: Grid
-    tokens: np.ndarray  # int32 [pages * page_size], read-only
+    tokens: np.ndarray  # int32, those of the pages, then fewer than a page more; read-only
     label: str  # for people: a model or a file
     folder: str  # where the data is, under data/
     created: float  # seconds since 1970
@@ -88,7 +90,7 @@ class Manifest:
 
 def segment_key(identity: Identity, grid: Grid, tokens: np.ndarray) -> str:
     """The key under which a segment of these tokens, stored in this form, is found."""
-    return page_keys(identity, grid.layout.namespace(grid), tokens, grid.layout.page_size)[-1]
+    return prompt_key(identity, grid.layout.namespace(grid), tokens, grid.layout.page_size)
 
 
 def decode(key: str, data: bytes) -> Manifest:
@@ -107,8 +109,9 @@ def decode(key: str, data: bytes) -> Manifest:
         raise SegmentError(key, "torn", f"its manifest is no JSON ({error})") from error
     if not isinstance(parsed, dict) or parsed.get("magic") != MAGIC:
         raise SegmentError(key, "foreign", f"its manifest does not start with {MAGIC!r}")
-    if parsed.get("version") != VERSION:
-        detail = f"its manifest has version {parsed.get('version')!r}; this program reads {VERSION}"
+    if parsed.get("version") not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        detail = f"its manifest has version {parsed.get('version')!r}; this program reads {known}"
         raise SegmentError(key, "version", detail)
     body = parsed.get("body")
     if not isinstance(body, dict) or parsed.get("sha256") != _digest(body):
@@ -131,7 +134,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         _check(name, value, type(value) is kind)
     grid = Grid(layout=Layout(**body["layout"]), **body["grid"])
     tokens = token_array(np.frombuffer(base64.b64decode(body["tokens"], validate=True), "<i4"))
-    if len(tokens) != grid.pages * grid.layout.page_size:
+    if len(tokens) // grid.layout.page_size != grid.pages:
         raise ValueError(f"{len(tokens)} tokens for {grid.pages} pages")
     sketches = tuple(_sketch(entry) for entry in body["sketches"])
     same = {name: body[name] for name in ("key", "label", "folder", "created", "data_bytes")}

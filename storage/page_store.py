@@ -159,7 +159,8 @@ class PageStore:
 
         Args:
           identity: what keys and values depend on besides the tokens.
-          tokens: the N * P token ids of the pages.
+          tokens: the N * P token ids of the pages, and those after them, fewer than P: they are
+            part of what the segment's key stands for.
           k: keys of all layers, bfloat16, float16 or float32.
           v: values, of the same shape and dtype.
           layout: what one read will bring.
@@ -204,6 +205,7 @@ class PageStore:
         *,
         layout: Layout | None = None,
         sketch: str | None = None,
+        exact: bool = False,
     ) -> Match | None:
         """The segment that holds the most of a prompt's first full pages.
 
@@ -216,6 +218,7 @@ class PageStore:
           page_size: tokens in a page.
           layout: only segments of this layout, whose page size counts then; None takes any.
           sketch: only segments with arrays of this name, stored as NAME.PART; None takes any.
+          exact: only a segment of these very tokens, those after its last page too.
 
         Returns:
           The segment, open, and how many pages it shares with the prompt; None if that is none.
@@ -234,6 +237,8 @@ class PageStore:
         misses: list[Reason] = list(rejected)
         match = None
         for candidate in found:
+            if exact and not np.array_equal(candidate.manifest.tokens, ids):
+                continue
             try:
                 entry = self._catalog.get(candidate.key)
                 lacking = sketch is not None and not entry.manifest.has_sketch(sketch)
@@ -352,6 +357,36 @@ class PageStore:
         self._catalog.forget(key)
         self._delete_data(key, entry)
         return entry.bytes if entry else 0
+
+    def remove_shorter(self, key: str) -> list[SegmentInfo]:
+        """Removes the segments that a segment is longer than and holds all of.
+
+        These are of its identity, layout and dtype, it begins with their tokens, those after their
+        last page included, and it has sketches of the same names. `find` gives it in their place.
+        Their keys are gone.
+
+        Args:
+          key: of the segment that stays.
+
+        Returns:
+          What was removed: nothing if the segment is not there, or was reported damaged.
+
+        Raises:
+          ValueError: the key is not one, or the store is read-only.
+          StoreError: the store cannot be listed, or something cannot be removed.
+        """
+        self._check_writable("remove_shorter")
+        _check_key(key)
+        self.refresh()
+        removed = []
+        for entry in self._catalog.covered(key):
+            info = self._info(entry)
+            try:
+                self.remove(info.key)
+            except SegmentError:
+                continue  # another process was faster
+            removed.append(info)
+        return removed
 
     def verify(self, key: str | None = None) -> list[Finding]:
         """Reads everything of one segment, or of all, and compares checksums.

@@ -104,9 +104,9 @@ class PrefixIndex:
         return sorted(found.values(), key=rank), rejected
 
     def covering(self, key: str) -> list[Entry]:
-        """Other segments of the same layout and dtype that hold all that is in this one.
+        """Longer segments of the same layout and dtype that hold all that is in this one.
 
-        That is all of its pages, and sketches of the same names.
+        That is all of its tokens and pages, and sketches of the same names.
         """
         entry = self.entries[key]
         own = entry.manifest
@@ -119,4 +119,12 @@ class PrefixIndex:
             if other.manifest.grid.layout == own.grid.layout
             and other.manifest.grid.dtype == own.grid.dtype
             and other.manifest.sketch_names >= own.sketch_names
+            and len(other.manifest.tokens) > len(own.tokens)
+            and np.array_equal(other.manifest.tokens[: len(own.tokens)], own.tokens)
         ]
+
+    def covered(self, key: str) -> list[Entry]:
+        """Shorter segments of which this one is one of the `covering`."""
+        entry = self.entries[key]
+        sharing = {other for page in entry.page_keys for other in self._holders[page]}
+        return [self.entries[other] for other in sharing if entry in self.covering(other)]

@@ -28,7 +28,7 @@ class SegmentInfo:
     layout: Layout
     dtype: str  # bfloat16, float16 or float32
     shape: tuple[int, int, int, int, int]  # [L, N, H, P, D] of its keys, and of its values
-    tokens: int  # how many
+    tokens: int  # how many, with those after the last page
     bytes: int  # all that it occupies
     sketch_bytes: int  # of which sketches
     created: float  # seconds since 1970
@@ -46,14 +46,14 @@ class BytesRead:
 
 
 class Segment:
-    """A stored prefix of full pages: its tokens, its sketches, and its units one by one.
+    """A stored prefix in full pages: its tokens, its sketches, and its units one by one.
 
     While it is open, its store in this process does not evict it. Another process may: reads then
     raise `UnitError` with reason "absent". Threads may share it.
 
     Attributes:
       info: what is known of it.
-      tokens: int32 [pages * page_size], read-only.
+      tokens: int32, those of the pages, then fewer than a page more; read-only.
       grid: extents and bytes of units and shards.
       folder: where the data is, under data/.
     """

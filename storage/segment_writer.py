@@ -65,10 +65,10 @@ def draft(
             "the same"
         )
     ids = token_array(tokens)
-    if len(ids) != pages * page_size:
+    if len(ids) // layout.page_size != pages:
         raise ValueError(
             f"{len(ids)} tokens for {pages} pages of {page_size}; give the {pages * page_size} "
-            "tokens of the full pages, without the tail"
+            "tokens of the full pages, and fewer than a page after them"
         )
     grid = Grid(layout, layers, pages, heads, head_dim, str(keys.dtype))
     entries, sketch_bytes = encode_sketches(sketches)

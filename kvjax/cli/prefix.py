@@ -4,7 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,6 @@ from kvjax.cli.stored import CHAT, PANEL, StoreUrl, open_prefixes, prefix_option
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.inputs import token_ids
-from kvjax.errors import KvjaxError
 
 MODEL = "smollm2-135m"
 
@@ -46,6 +45,14 @@ def add(
             show_default="no limit",
         ),
     ] = None,
+    replace_shorter: Annotated[
+        bool,
+        typer.Option(
+            "--replace-shorter",
+            help="Remove the stored documents that this one begins with; their keys are gone.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
     prefill_chunk: options.PrefillChunk = 512,
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
@@ -72,13 +79,10 @@ def add(
             prefill_chunk=prefill_chunk,
             progress=progress.share,
         )
-        if prefixes.tokens(opened, info.key) != ids:
-            raise KvjaxError(
-                f"{file} differs from a stored document only after its last full page, and pages "
-                f"are what keys stand for: `kvjax store rm {info.key[:12]}` makes room for this one"
-            )
+        replaced = prefixes.remove_shorter(info.key) if replace_shorter else []
     if as_json:
-        found = {"key": info.key, "tokens": info.tokens, "bytes": info.bytes}
+        found: dict[str, Any] = {"key": info.key, "tokens": info.tokens, "bytes": info.bytes}
+        found["replaced"] = [shorter.key for shorter in replaced]
         print(json.dumps({**found, "layout": dataclasses.asdict(info.layout)}))
         return
     print(info.key[:12])
@@ -86,6 +90,8 @@ def add(
         f"{'stored' if info.created >= began else 'already there'}: {info.tokens:,} tokens in "
         f"{size_of(info.bytes)}, of which {size_of(info.sketch_bytes)} to choose pages by"
     )
+    for shorter in replaced:
+        note(f"replaced: {shorter.key[:12]}, {shorter.label}, {shorter.tokens:,} tokens")
     asking = {"--store": store, "--model": model, "--dtype": dtype, "--page-size": cache.page_size}
     usual = {"--store": None, "--model": MODEL, "--dtype": "auto", "--page-size": 16}
     said = [f"{name} {value}" for name, value in asking.items() if value != usual[name]]

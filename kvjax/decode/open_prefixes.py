@@ -12,7 +12,7 @@ from kvjax.decode.shapes import half_step
 from kvjax.storage.segment import Segment
 
 TAIL = "tail"
-"""Name of the array that keeps the tokens after the last full page."""
+"""Name of the array that kept the tokens after the last full page in stores of former versions."""
 
 PREFILL_S = "prefill_s"
 """Name of the array that keeps the seconds that prefilling took."""

@@ -111,6 +111,9 @@ class PrefixCache:
     ) -> SegmentInfo:
         """Prefill a prompt and store its pages; the tokens after its last full page are kept too.
 
+        Each prompt has a key of its own, and pages of its own on disk. Where a prompt grows,
+        `remove_shorter` removes what it grew from.
+
         Args:
           model: what to run.
           prompt: a text or token ids, at least a page of them.
@@ -148,12 +151,11 @@ class PrefixCache:
         layers = model.config.layers
         layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
         sketch = self.config.sketch_name()
-        match = self.store.find(name, ids, layout=layout, sketch=sketch)
+        match = self.store.find(name, ids, layout=layout, sketch=sketch, exact=True)
         if match is None:
             return None
-        with match.segment as segment:
-            whole = match.pages == len(ids) // cache.page_size == segment.info.shape[1]
-            return segment.info if whole else None
+        match.segment.close()
+        return match.segment.info
 
     def put(
         self, model: Model, ids: list[int], pages: PrefilledPages, *, label: str = ""
@@ -169,9 +171,8 @@ class PrefixCache:
         Raises:
           StoreError: the store cannot be written; nothing was published.
         """
-        layers, count, heads, size, _ = pages.keys.shape
+        layers, _, heads, size, _ = pages.keys.shape
         arrays = {
-            TAIL: np.asarray(ids[count * size :], np.int32),
             PREFILL_S: np.asarray(pages.seconds, np.float32),
             **built_sketches(self.config, pages.keys),
         }
@@ -182,7 +183,7 @@ class PrefixCache:
                 try:
                     return self.store.put(
                         name,
-                        ids[: count * size],
+                        ids,
                         pages.keys,
                         pages.values,
                         layout=layout,
@@ -192,6 +193,30 @@ class PrefixCache:
                 except StoreFullError:
                     if not self._open.close_one():  # what is open is not evicted
                         raise
+
+    def remove_shorter(self, key: str) -> list[SegmentInfo]:
+        """Remove the stored prefixes that a longer one begins with, as where a prompt grew.
+
+            prefixes.remove_shorter(prefixes.add(model, prompt).key)
+
+        Prompts that begin with one of them read the longer one instead. Their keys are gone.
+
+        Args:
+          key: of the longer one, or enough of its first digits to tell it from the others.
+
+        Returns:
+          What was removed: of the same model, tenant, layout and dtype, and nothing that is chosen
+          by what the longer one lacks, or that ends in other tokens.
+
+        Raises:
+          UnknownKeyError: no stored prefix has such a key, or several have.
+          StoreError: the store cannot be listed, or something cannot be removed.
+        """
+        with self._lock:
+            removed = self.store.remove_shorter(self.store.full_key(key))
+            for info in removed:
+                self._open.drop(info.key)
+            return removed
 
     def info(self, key: str) -> SegmentInfo:
         """What is known of a stored prefix.
@@ -230,7 +255,8 @@ class PrefixCache:
                 )
             if cache is not None:
                 _check_serves(segment.info, identity(model, segment.info.dtype, of.tenant), cache)
-            return [*segment.tokens.tolist(), *segment.sketches(TAIL)[TAIL].tolist()]
+            tail = segment.sketches(TAIL).get(TAIL, segment.tokens[:0])
+            return [*segment.tokens.tolist(), *tail.tolist()]
 
     def prefill(
         self,

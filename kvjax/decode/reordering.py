@@ -26,7 +26,7 @@ ORDER = "order"
 """Name of the array that keeps where each layer's tokens came from, int32 [L, N * P]."""
 
 USES = "uses"
-"""Name of the array that keeps how often tokens were chosen, int64 [L, N * P] in their own order."""
+"""Name of the array that keeps how often each token was chosen, int64 [L, N * P]; not reordered."""
 
 COUNTED_PREFIXES = 8
 """Prefixes whose chosen tokens are counted; of more, the longest unused are forgotten."""
@@ -97,7 +97,8 @@ class TokenUses:
         key = segment_key(plain, segment.grid, segment.tokens)
         counts = self._counts.pop(key, None)
         if counts is None:
-            counts = np.zeros((info.shape[0], info.tokens), np.int64)
+            layers, pages, _, size, _ = info.shape
+            counts = np.zeros((layers, pages * size), np.int64)
         self._counts[key] = counts
         while len(self._counts) > COUNTED_PREFIXES:
             del self._counts[next(iter(self._counts))]

@@ -82,10 +82,29 @@ def test_a_file_of_something_else_is_foreign(data):
     assert reason(data) == "foreign"
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 4, "3", None])
 def test_another_version_is_a_miss_of_its_own(version):
     written = json.loads(manifest().encode())
     assert reason(json.dumps(written | {"version": version}).encode()) == "version"
+
+
+def test_a_manifest_of_version_2_is_read(monkeypatch):
+    monkeypatch.setattr(manifests, "VERSION", 2)
+    data = manifest().encode()
+    monkeypatch.undo()
+    assert np.array_equal(decode(KEY, data).tokens, token_ids())
+
+
+def test_tokens_after_the_last_page_are_in_the_key_and_fewer_than_a_page():
+    for count in range(1, 5):
+        tokens = np.r_[token_ids(), range(count)].astype(np.int32)
+        key = segment_key(IDENTITY, GRID, tokens)
+        data = manifest(key=key, tokens=tokens, folder=f"{key}.1.00000000").encode()
+        if count == 4:
+            assert reason(data, key) == "foreign"
+        else:
+            assert decode(key, data).tokens.tolist() == tokens.tolist()
+            assert reason(manifest(tokens=tokens).encode()) == "foreign"
 
 
 def test_the_manifest_of_another_segment_is_foreign():
@@ -198,4 +217,4 @@ def test_the_format_has_not_moved():
     written = manifest(folder=f"{KEY}.1.00").encode()
     text = json.dumps(json.loads(written), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    assert digest == "36d0022d3e687f9e500fade6295ad9e2da5ed89f1f9a66d468ffa7192a364e7d"
+    assert digest == "8c3731defc7c3b24d620384f8b57fdb579b34c4f479c3d2d6541eea04412df7c"

@@ -210,8 +210,8 @@ def test_equal_keys_are_no_proof_tokens_and_identity_are_compared(store, monkeyp
     def colliding(identity, namespace, tokens, page_size):
         return ["7" * 64] * (len(tokens) // page_size)
 
-    for module in (prefix_index, manifests):
-        monkeypatch.setattr(module, "page_keys", colliding)
+    monkeypatch.setattr(prefix_index, "page_keys", colliding)
+    monkeypatch.setattr(manifests, "prompt_key", lambda *_: "7" * 64)
     put(store)
     assert store.find(IDENTITY, token_ids(0), P).pages == N
     assert store.find(IDENTITY, token_ids(0)[: 3 * P], P).pages == 3
@@ -238,11 +238,12 @@ def test_a_new_store_on_the_same_path_sees_everything(tmp_path):
         assert_holds(match.segment, *keys_and_values(seed))
 
 
-def test_a_segment_of_the_former_version_is_a_counted_miss_and_is_stored_anew_beside(
+def test_a_segment_of_an_unreadable_version_is_a_counted_miss_and_is_stored_anew_beside(
     store, monkeypatch
 ):
     with monkeypatch.context() as former:
-        former.setattr(manifests, "VERSION", manifests.VERSION - 1)
+        former.setattr(manifests, "VERSION", 1)
+        former.setattr(manifests, "READABLE", (1,))
         former.setattr(Layout, "namespace", lambda layout, grid: "units v1")
         old = put(store)
     store = PageStore.open(store.url)
@@ -254,6 +255,67 @@ def test_a_segment_of_the_former_version_is_a_counted_miss_and_is_stored_anew_be
     store.remove(old.key)
     assert store.gc(min_age_s=0).segments == 1
     assert [info.key for info in store.segments()] == [new.key]
+
+
+def test_a_segment_of_version_2_is_read(store, monkeypatch):
+    with monkeypatch.context() as former:
+        former.setattr(manifests, "VERSION", 2)
+        old = put(store)
+    again = PageStore.open(store.url)
+    assert_holds(again.find(IDENTITY, token_ids(), P).segment, *keys_and_values())
+    assert put(again).key == old.key
+    assert again.find(IDENTITY, token_ids(), P).segment.info.created == old.created
+
+
+def test_tokens_after_the_last_page_are_part_of_what_a_key_stands_for(store):
+    endings = ([], [7], [7, 8], [9, 8])
+    infos = [put(store, tokens=np.r_[token_ids(), ending].astype(int)) for ending in endings]
+    assert len({info.key for info in infos}) == 4
+    again = PageStore.open(store.url, read_only=True)
+    for info, ending in zip(infos, endings, strict=True):
+        assert info.tokens == N * P + len(ending)
+        with again.open_segment(info.key) as segment:
+            assert segment.tokens.tolist() == [*token_ids(), *ending]
+            assert_holds(segment, *keys_and_values())
+        prompt = [*token_ids().tolist(), *ending]
+        assert again.find(IDENTITY, prompt, P, exact=True).key == info.key
+        assert again.find(IDENTITY, [*prompt, 6], P, exact=True) is None
+    assert again.find(IDENTITY, [*token_ids().tolist(), 6, 6, 6, 6, 6], P).pages == N
+    assert again.find(IDENTITY, token_ids()[:-P], P, exact=True) is None
+
+
+def test_what_a_longer_segment_begins_with_can_be_removed(store):
+    def stored(count, ending=(), **options):
+        tokens = np.r_[token_ids()[: count * P], ending].astype(int)
+        return put(store, pages=count, tokens=tokens, **options)
+
+    ids = token_ids().tolist()
+    shorter = [stored(2), stored(2, ids[2 * P : 2 * P + 3]), stored(6, [1])]
+    kept = [
+        stored(2, [ids[2 * P], ids[2 * P + 1] + 1]),  # it ends otherwise
+        stored(3, sketches={"x": np.zeros(3)}),  # what is chosen by is in no other
+        stored(3, layout=Layout(P, layers=4)),
+        stored(3, identity=dataclasses.replace(IDENTITY, tenant="b")),
+        put(store, seed=1, pages=3),
+    ]
+    longest = stored(6, [1, 2])
+    assert store.remove_shorter(shorter[0].key) == []
+    assert {info.key for info in store.remove_shorter(longest.key)} == {i.key for i in shorter}
+    assert {info.key for info in store.segments()} == {i.key for i in (*kept, longest)}
+    assert store.find(IDENTITY, [*ids[: 4 * P], 0, 0, 0], P).key == longest.key
+    assert store.find(IDENTITY, [*ids[: 4 * P], 0, 0, 0], P).pages == 4
+    assert store.remove_shorter(longest.key) == []
+
+
+def test_nothing_is_removed_for_a_segment_that_is_damaged_or_gone(store):
+    shorter, longer = put(store, pages=2), put(store)
+    store.report(longer.key, "checksum", longer.created)
+    assert store.remove_shorter(longer.key) == []
+    store.remove(longer.key)
+    assert store.remove_shorter(longer.key) == []
+    assert [info.key for info in store.segments()] == [shorter.key]
+    with pytest.raises(ValueError, match="read_only"):
+        PageStore.open(store.url, read_only=True).remove_shorter(shorter.key)
 
 
 def test_settings_of_the_process_are_not_in_the_key(tmp_path):
@@ -388,7 +450,7 @@ def test_wrong_arguments_of_put_are_named_and_nothing_is_written(store):
         ({"v": values.astype(np.float32)}, "they must agree"),
         ({"layout": Layout(8)}, "pages of 4 tokens"),
         ({"tokens": token_ids()[:-1]}, "23 tokens for 6 pages of 4"),
-        ({"tokens": np.r_[token_ids(), 1]}, "without the tail"),
+        ({"tokens": np.r_[token_ids(), token_ids()[:P]]}, "28 tokens for 6 pages of 4"),
         ({"tokens": -token_ids() - 1}, "token id"),
         ({"layout": Layout(P, layers=3)}, r"divide the model's 4 layers; give one of \[1, 2, 4\]"),
         ({"layout": Layout(P, heads=4)}, r"divide the model's 2 heads"),

@@ -121,12 +121,20 @@ def test_a_key_that_cannot_serve_is_refused(run, key, options, said):
     assert said in " ".join(result.stderr.split())
 
 
-def test_a_document_with_another_ending_is_refused(run, key, folder):
-    """A key stands for full pages: what follows the last of them is the first document's."""
+def test_a_document_with_another_ending_has_a_key_of_its_own(run, key, folder):
     (folder / "longer.txt").write_text(DOCUMENT.strip() + " a")
-    result = run("prefix", "add", folder / "longer.txt")
-    assert result.exit_code == 2
-    assert f"kvjax store rm {key[:12]}" in " ".join(result.stderr.split())
+    other = json.loads(whole(run("prefix", "add", folder / "longer.txt", "--json")))
+    assert other["replaced"] == []
+    asked = [
+        json.loads(whole(run("generate", "abc", "--prefix", one, "-n", 1, "--json")))["stats"]
+        for one in (key, other["key"])
+    ]
+    assert asked[1]["prompt_tokens"] > asked[0]["prompt_tokens"]
+    again = run("prefix", "add", folder / "longer.txt", "--replace-shorter")
+    assert "already there" in again.stderr
+    assert f"replaced: {key[:12]}, document.txt for tiny" in again.stderr
+    assert [info["key"] for info in listed(run)] == [other["key"]]
+    whole(run("store", "rm", other["key"]))
 
 
 def test_the_store_is_listed_checked_and_cleaned(run, key):

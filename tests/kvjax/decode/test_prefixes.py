@@ -12,9 +12,11 @@ import kvjax
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
 from kvjax.decode.meter import Meter
+from kvjax.decode.open_prefixes import TAIL
 from kvjax.decode.opening import empty_state, prefill_program
 from kvjax.decode.shapes import plan
 from kvjax.errors import KvjaxError
+from kvjax.storage import manifest
 from kvjax.storage.errors import UnknownKeyError
 from tests.kvjax.decode import tiny
 
@@ -149,6 +151,51 @@ def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model
     tokens, stats = answer(model, other, prefixes)
     assert tokens == answer(model, other, None)[0]
     assert stats.pages == 5
+
+
+def test_prompts_that_differ_after_their_last_page_are_both_kept(tmp_path, model, ids):
+    prefixes = PrefixCache(tmp_path, config=LOAD)
+    prompts = [[*ids[: 3 * PAGE], *ending] for ending in ([], [1], [1, 2], [3, 2])]
+    keys = [prefixes.add(model, prompt, cache=CACHE).key for prompt in prompts]
+    assert len(set(keys)) == 4
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert prefixes.tokens(model, key) == prompt
+        assert prefixes.add(model, prompt, cache=CACHE).key == key
+        tokens, stats = answer(model, [*prompt, *ids[:9]], prefixes)
+        assert tokens == answer(model, [*prompt, *ids[:9]], None)[0]
+        assert stats.pages == 3
+
+
+def test_a_growing_prompt_need_not_leave_what_it_grew_from(tmp_path, model, ids, plain):
+    prefixes = PrefixCache(tmp_path, config=LOAD)
+    for length in (2 * PAGE + 1, 5 * PAGE, DOCUMENT):
+        info = prefixes.add(model, ids[:length], cache=CACHE)
+        shorter = prefixes.remove_shorter(info.key[:9])
+        assert len(shorter) == (length > 2 * PAGE + 1)
+        tokens, stats = answer(model, ids, prefixes)
+        assert tokens == plain
+        assert stats.pages == length // PAGE
+        assert [other.key for other in prefixes.store.segments()] == [info.key]
+    short = [*ids[: 2 * PAGE + 1], *tiny.prompt(9, seed=4)]
+    tokens, stats = answer(model, short, prefixes)
+    assert tokens == answer(model, short, None)[0]
+    assert stats.pages == 2
+    assert len([path for path in (tmp_path / "data").iterdir() if any(path.iterdir())]) == 1
+
+
+def test_a_prompt_stored_by_the_former_version_has_its_tokens(tmp_path, model, ids, monkeypatch):
+    with monkeypatch.context() as former:
+        former.setattr(manifest, "VERSION", 2)
+        prefixes = PrefixCache(tmp_path, config=LOAD)
+        put, tail = prefixes.store.put, np.asarray(ids[3 * PAGE : 3 * PAGE + 3], np.int32)
+
+        def as_before(name, tokens, *pages, sketches, **rest):
+            return put(name, tokens[: 3 * PAGE], *pages, sketches={**sketches, TAIL: tail}, **rest)
+
+        former.setattr(prefixes.store, "put", as_before)
+        key = prefixes.add(model, ids[: 3 * PAGE + 3], cache=CACHE).key
+    assert PrefixCache(tmp_path).tokens(model, key) == ids[: 3 * PAGE + 3]
+    assert answer(model, ids, PrefixCache(tmp_path, config=LOAD))[1].pages == 3
 
 
 def test_memory_may_be_cleared(tmp_path, model, ids, plain):
