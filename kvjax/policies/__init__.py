@@ -5,6 +5,7 @@ from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Choice, select
 from kvjax.policies.sketch import MeanKeys, QuestBounds, Sketch
 from kvjax.policies.window_plan import WindowPlan
@@ -20,6 +21,7 @@ __all__ = [
     "PageIndex",
     "PerPage",
     "QuestBounds",
+    "RetroInfer",
     "Sketch",
     "TokenChoice",
     "TrafficProfile",

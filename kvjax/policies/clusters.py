@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt16
 
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.entries import hold, loose
-from kvjax.policies.k_means import closeness, k_means
+from kvjax.policies.k_means import closeness, cluster_means, k_means
 from kvjax.policies.mass import dot, group_rows, scaled
 from kvjax.policies.sketch import check_queries
 
@@ -102,7 +102,7 @@ class Clustering:
 
     def join(
         self, arrays: Mapping[str, Array], index: Int32[Array, ""], point: Float[Array, "H D"]
-    ) -> tuple[dict[str, Array], Int32[Array, " H"]]:
+    ) -> tuple[dict[str, Array], Int32[Array, " H"], UInt16[Array, " H"]]:
         """One more point: in a new cluster while its segment has room for one, else the nearest.
 
         Args:
@@ -112,10 +112,12 @@ class Clustering:
           point: [H, D].
 
         Returns:
-          The arrays, whose changed centroid is a running mean, and the clusters that the point
-          joined: int32 [H], C where there was no room.
+          The arrays, whose changed centroid is a running mean; the clusters that the point joined,
+          int32 [H], C where there was no room; and the same within the segment, uint16 [H], which
+          is for the caller to write into `member`: it may have several points to write at once.
         """
-        heads, room = arrays["member"].shape
+        heads, *points = arrays["member"].shape
+        room = math.prod(points)
         _, length, clusters = self.shape(room)
         first = index // length * clusters
         here = lax.dynamic_slice_in_dim(arrays["centroid.bfloat16"], first, clusters, axis=1)
@@ -141,10 +143,40 @@ class Clustering:
             name: arrays[name].at[head, cluster].set(entry, mode="drop")
             for name, entry in hold(changed).items()
         }
-        member = arrays["member"].at[:, index].set(chosen.astype(jnp.uint16), mode="drop")
-        return {**arrays, **joined, "member": member}, cluster
+        return {**arrays, **joined}, cluster, chosen.astype(jnp.uint16)
 
-    def clusters_of(self, member: Array) -> Int32[Array, "H T"]:
+    def means(
+        self, arrays: Mapping[str, Array], points: Float[Array, "H T V"], count: Int32[Array, ""]
+    ) -> Float32[Array, "H C V"]:
+        """The mean of what goes with each cluster's points, 0 where a cluster has none.
+
+        Args:
+          arrays: what `build` made of `count` points.
+          points: [H, T, V], such as the values of the clustered keys.
+          count: int32 scalar; what the others hold has no effect.
+        """
+        heads, room, dim = points.shape
+        segments, length, clusters = self.shape(room)
+        live = jnp.arange(room, dtype=jnp.int32) < count
+        points = jnp.where(live[None, :, None], points.astype(jnp.float32), 0)
+        member = jnp.where(live[None, :], arrays["member"].astype(jnp.int32), clusters)
+        short = segments * length - room
+        points = jnp.pad(points, ((0, 0), (0, short), (0, 0)))
+        member = jnp.pad(member, ((0, 0), (0, short)), constant_values=clusters)
+        slot = jnp.arange(clusters, dtype=jnp.int32)
+
+        def mean(segment: tuple[Array, Array]) -> Array:
+            here, member = segment
+            return cluster_means(here, (member[:, None] == slot[None, :]).astype(jnp.float32))[0]
+
+        by_segment = (
+            points.reshape(heads * segments, length, dim),
+            member.reshape(heads * segments, length),
+        )
+        found: Array = lax.map(mean, by_segment)
+        return found.reshape(heads, segments * clusters, dim)
+
+    def clusters_of(self, member: UInt16[Array, "H T"]) -> Int32[Array, "H T"]:
         """Each point's cluster, 0 to C - 1.
 
         Args:
@@ -184,7 +216,9 @@ def cluster_mass(
     Raises:
       KvjaxError: head counts or widths that do not fit.
     """
-    scores, size = cluster_scores(arrays, queries, scale, soft_cap)
+    scores = cluster_scores(arrays, queries, scale, soft_cap)
+    size = arrays["size"]
+    size = jnp.repeat(size, scores.shape[0] // size.shape[0], axis=0)
     peak = jnp.max(scores, axis=1, keepdims=True, where=size > 0, initial=-jnp.inf)
     weight = jnp.exp(jnp.where(size > 0, scores - peak, -jnp.inf))
     total = jnp.sum(weight * size.astype(jnp.float32), axis=1, keepdims=True)
@@ -196,8 +230,8 @@ def cluster_scores(
     queries: Float[Array, "Hq D"],
     scale: float,
     soft_cap: float | None,
-) -> tuple[Float32[Array, "Hq C"], Int32[Array, "Hq C"]]:
-    """Each query head's scores of the centroids of its head, and these clusters' sizes.
+) -> Float32[Array, "Hq C"]:
+    """Each query head's scores of the centroids of its head, anything where there is none.
 
     Args:
       arrays: see `cluster_mass`.
@@ -208,10 +242,9 @@ def cluster_scores(
     Raises:
       KvjaxError: head counts or widths that do not fit.
     """
-    centroid, size = loose(arrays)["centroid"], arrays["size"]
+    centroid = loose(arrays)["centroid"]
     heads, count, dim = centroid.shape
     one = jnp.ones((1,), bool)
     check_queries(queries[None], one, heads, dim)
     scores = scaled(dot(centroid, group_rows(queries[None], one, heads)), scale, soft_cap)
-    scores = jnp.swapaxes(scores, 1, 2).reshape(-1, count)
-    return scores, jnp.repeat(size, scores.shape[0] // heads, axis=0)
+    return jnp.swapaxes(scores, 1, 2).reshape(-1, count)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.clusters import Clustering, cluster_mass
+from kvjax.policies.entries import write_page
 from kvjax.policies.index import PageIndex, PerPage, live_keys, live_mass
 from kvjax.policies.low_bit import LowBitKeys
 from kvjax.policies.sketch import Sketch, check_finite
@@ -78,7 +79,8 @@ class Hierarchical:
         """See `PageIndex.extend`; the page begins a cluster, or joins one of its segment."""
         mean = jnp.mean(keys.astype(jnp.float32), axis=1)
         below, clusters = _split(arrays)
-        clusters, _ = self.clustering.join(clusters, page, mean)
+        clusters, _, member = self.clustering.join(clusters, page, mean)
+        clusters = write_page(clusters, page, {"member": member[:, None]})
         return {**clusters, **_under(PerPage(self.below).extend(below, page, keys))}
 
     def page_mass(

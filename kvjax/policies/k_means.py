@@ -43,15 +43,27 @@ def k_means(
         centroids, _, _ = carry
         member = assign(centroids)
         belongs = ((member[:, None] == slot[None, :]) & live[:, None]).astype(jnp.float32)
-        sizes = jnp.sum(belongs, axis=0)
-        sums = jnp.matmul(belongs.T, points, precision=lax.Precision.HIGHEST)
-        means = sums / jnp.maximum(sizes, 1)[:, None]
+        means, sizes = cluster_means(points, belongs)
         return jnp.where(sizes[:, None] > 0, means, centroids), sizes.astype(jnp.int32), member
 
     first = points[jnp.clip(seeds, 0, points.shape[0] - 1)]
     blank = jnp.zeros(clusters, jnp.int32), jnp.zeros(points.shape[0], jnp.int32)
     found: tuple[Array, Array, Array] = lax.fori_loop(0, iterations, step, (first, *blank))
     return found
+
+
+def cluster_means(
+    points: Float32[Array, "T D"], belongs: Float32[Array, "T C"]
+) -> tuple[Float32[Array, "C D"], Float32[Array, " C"]]:
+    """The mean of each cluster's points, 0 for one that has none, and how many they are.
+
+    Args:
+      points: float32 [T, D].
+      belongs: float32 [T, C], 1 where a point is of a cluster, else 0.
+    """
+    sizes = jnp.sum(belongs, axis=0)
+    sums = jnp.matmul(belongs.T, points, precision=lax.Precision.HIGHEST)
+    return sums / jnp.maximum(sizes, 1)[:, None], sizes
 
 
 def closeness(

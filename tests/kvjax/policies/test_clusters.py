@@ -21,7 +21,14 @@ def points_of(room, seed=0):
 
 
 build = jax.jit(lambda clustering, *args: clustering.build(*args), static_argnums=0)
-join = jax.jit(lambda clustering, *args: clustering.join(*args), static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def join(clustering, arrays, index, point):
+    """The arrays with one more point, its membership too, and the clusters it joined."""
+    arrays, cluster, member = clustering.join(arrays, index, point)
+    held = arrays["member"].at[:, index].set(member, mode="drop")
+    return {**arrays, "member": held}, cluster
 
 
 def built(clustering, points, count):
