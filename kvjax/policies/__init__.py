@@ -5,6 +5,7 @@ from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.pqcache import PQCache
 from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Choice, select
 from kvjax.policies.sketch import MeanKeys, QuestBounds, Sketch
@@ -18,6 +19,7 @@ __all__ = [
     "Hierarchical",
     "LowBitKeys",
     "MeanKeys",
+    "PQCache",
     "PageIndex",
     "PerPage",
     "QuestBounds",

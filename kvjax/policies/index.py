@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.policies.entries import hold, loose, write_page
+from kvjax.policies.mass import softmax_mass
 from kvjax.policies.sketch import Sketch
 
 
@@ -155,3 +156,26 @@ def live_mass(mass: Float32[Array, "Hq N"], pages: Int32[Array, ""]) -> Float32[
     """
     live = jnp.arange(mass.shape[1], dtype=jnp.int32) < pages
     return jnp.where(live[None, :], mass, 0)
+
+
+def mass_of_scores(
+    scores: Float32[Array, "Hkv N P G"], pages: Int32[Array, ""]
+) -> Float32[Array, "Hq N"]:
+    """Each page's share of softmax over the tokens of live pages.
+
+    Args:
+      scores: float32 [Hkv, N, P, G], of each token by the G query heads of its KV head, scaled;
+        anything in pages that are not live.
+      pages: int32 scalar, live pages.
+    """
+    kv_heads, num_pages, _, group = scores.shape
+    mass = softmax_mass(
+        lambda start: scores,
+        num_pages=num_pages,
+        block_pages=num_pages,
+        kv_heads=kv_heads,
+        valid=jnp.ones((1,), bool),
+        query_heads=kv_heads * group,
+        pages=pages,
+    )
+    return live_mass(mass, pages)
