@@ -1,5 +1,6 @@
 """Attention kernels over paged KV caches: one folder an operation, one file a backend."""
 
+from kvjax.pallas_kernels.low_bit_scores import low_bit_scores
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.page_scores import page_scores
@@ -26,6 +27,7 @@ __all__ = [
     "check_page_lists",
     "check_ragged",
     "check_tables",
+    "low_bit_scores",
     "merge_attention",
     "page_scores",
     "paged_attention",

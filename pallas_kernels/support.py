@@ -13,6 +13,7 @@ Operation = Literal[
     "sparse_paged_attention",
     "merge_attention",
     "page_scores",
+    "low_bit_scores",
 ]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
@@ -62,7 +63,8 @@ def supported(
         head_dim: width of a query and of a key.
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
-        dtype: of the pages, of what is merged, or of the pages' representatives.
+        dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
+            where keys are low-bit.
 
     Returns:
         The reason as a clause that completes "cannot run: ...", or None. What the shapes forbid
@@ -106,7 +108,8 @@ def choose(
         head_dim: width of a query and of a key.
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
-        dtype: of the pages, of what is merged, or of the pages' representatives.
+        dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
+            where keys are low-bit.
 
     Returns:
         The name of the implementation to run.

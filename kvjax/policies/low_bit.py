@@ -5,17 +5,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError
+from kvjax.pallas_kernels.packed_bits import PLANES, pack, tokens_sharing_a_byte, unpack
 from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
 from kvjax.policies.sketch import check_finite, check_queries
-
-_PLANES = {2: {"codes": 2}, 3: {"codes": 2, "top": 1}, 4: {"codes": 4}}
-"""Arrays that hold the codes, low bits first, and how many bits of each code: 3 do not fill bytes.
-
-Two arrays, since XLA:CPU unpacks several times slower where it has to slice one.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +125,7 @@ class LowBitKeys:
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in _PLANES:
+        if isinstance(self.bits, bool) or self.bits not in PLANES:
             raise KvjaxError(f"bits is {self.bits!r}: must be 2, 3 or 4")
         if not 0 < self.clip <= 1:
             raise KvjaxError(
@@ -169,7 +164,7 @@ class LowBitKeys:
         codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
         units = jnp.concatenate([step_unit, middle_unit], axis=-1)
         return {
-            **_pack(codes, self.bits),
+            **pack(codes, self.bits),
             "step": step,
             "middle": middle,
             "unit": units.astype(jnp.bfloat16),
@@ -201,13 +196,13 @@ class LowBitKeys:
         token by token, in the queries' dtype: they are small, so bfloat16 costs them little.
         """
         kv_heads, num_pages, dim = arrays["step"].shape
-        page_size = arrays["codes"].shape[2] * 8 // _PLANES[self.bits]["codes"]
+        page_size = arrays["codes"].shape[2] * 8 // PLANES[self.bits]["codes"]
         check_queries(queries, valid, kv_heads, dim)
         rows = group_rows(queries, valid, kv_heads)
         block = _block_pages(self.block_tokens, page_size, num_pages)
         # Out of the loop: inside, XLA:CPU would decode a page's step again for each of its tokens.
         step, middle = _decoded(arrays)
-        sliced = {name: arrays[name] for name in _PLANES[self.bits]} | {"step": step}
+        sliced = {name: arrays[name] for name in PLANES[self.bits]} | {"step": step}
 
         def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
             here = {
@@ -237,7 +232,7 @@ class LowBitKeys:
         return kv_heads * (page_size * self.bits // 8 * head_dim + 2 * head_dim + 4)
 
     def _check_page_size(self, page_size: int) -> None:
-        together = 8 // min(_PLANES[self.bits].values())
+        together = tokens_sharing_a_byte(self.bits)
         if page_size % together:
             raise KvjaxError(
                 f"pages hold {page_size} tokens: {self.bits}-bit keys need a multiple of "
@@ -248,7 +243,7 @@ class LowBitKeys:
         self, planes: Mapping[str, Array], step: Float32[Array, "Hkv B D"], dtype: jnp.dtype
     ) -> Float[Array, "Hkv B P D"]:
         """Each token's offset from the middle of its page, in `dtype`."""
-        codes = _unpack(planes, self.bits).astype(jnp.float32)
+        codes = unpack(planes, self.bits).astype(jnp.float32)
         offsets: Array = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
         return offsets.astype(dtype)
 
@@ -286,37 +281,3 @@ def _to_float8(
         following = lax.bitcast_convert_type(bits + jnp.uint8(1), jnp.float8_e4m3fn)
         rounded = jnp.where(rounded.astype(jnp.float32) < quotient, following, rounded)
     return rounded, unit
-
-
-def _pack(codes: UInt8[Array, "Hkv N P D"], bits: int) -> dict[str, UInt8[Array, "Hkv N rows D"]]:
-    """Codes of one channel side by side in bytes, one array a plane of bits.
-
-    A plane of w bits has P x w / 8 rows; field j of its row r belongs to token j * rows + r.
-    """
-    heads, pages, size, dim = codes.shape
-    planes, below = {}, 0
-    for name, width in _PLANES[bits].items():
-        fields = (codes >> below) & (2**width - 1)
-        fields = fields.reshape(heads, pages, 8 // width, size * width // 8, dim)
-        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None, None]
-        shifted = fields << jnp.broadcast_to(shifts, fields.shape)
-        planes[name] = jnp.sum(shifted, axis=2, dtype=jnp.uint8)
-        below += width
-    return planes
-
-
-def _unpack(planes: Mapping[str, Array], bits: int) -> UInt8[Array, "Hkv N P D"]:
-    """The inverse of `_pack`, as one pass of shifts over broadcast bytes: nothing is joined."""
-    heads, pages, most, dim = planes["codes"].shape
-    size = most * 8 // _PLANES[bits]["codes"]
-    least = size * min(_PLANES[bits].values()) // 8  # rows of the narrowest plane
-    # Token (j, s, r) is field j of a wide plane's row (s, r), and field (j, s) of a narrow one's r.
-    shape = (heads, pages, size // most, most // least, least, dim)
-    codes, below = jnp.zeros(shape, jnp.uint8), 0
-    for name, width in _PLANES[bits].items():
-        plane = planes[name].reshape(heads, pages, 1, -1, least, dim)
-        shifts = jnp.arange(0, 8, width, dtype=jnp.uint8).reshape(size // most, -1, 1, 1)
-        field = jnp.broadcast_to(plane, shape) >> jnp.broadcast_to(shifts, shape)
-        codes = codes | ((field & (2**width - 1)) << below)
-        below += width
-    return codes.reshape(heads, pages, size, dim)
