@@ -3,6 +3,7 @@
 Its callbacks find the session by a handle, touch NumPy only, and never raise: what fails is a flag.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -51,6 +52,7 @@ class PageReads:
         layer's for the next period.
       near_rows: rows of memory that the program reads by itself, if any.
       key_stride: layers from one that reads keys to choose by to the next.
+      windows: of each layer, if layers differ; a choice is guessed for layers of the same window.
       speculate: whether to guess at all.
 
     Attributes:
@@ -71,6 +73,7 @@ class PageReads:
         period: int = 4,
         near_rows: int = 0,
         key_stride: int = 1,
+        windows: Sequence[int | None] | None = None,
         speculate: bool = True,
     ) -> None:
         self._reader = reader
@@ -84,6 +87,7 @@ class PageReads:
         self._plans: dict[int, tuple[Ids, Ids]] = {}
         self.failure: BaseException | None = None
         self._key_stride = key_stride
+        self._windows = [None] * layers if windows is None else windows
         self.bytes_used = 0
         self.bytes_scored = 0
 
@@ -238,10 +242,11 @@ class PageReads:
             units[len(distinct) :, 2] = 1
         return units, where.astype(np.int32)
 
-    def _guessed(self, layer: int, to_choose: bool) -> range:
+    def _guessed(self, layer: int, to_choose: bool) -> list[int]:
         """The layers that a layer's choice is guessed for, or the next whose keys are wanted."""
-        if to_choose:
-            return range(layer + self._key_stride, min(layer + self._key_stride + 1, self._layers))
         end = (layer // self._period + 1) * self._period
         ahead = range(layer + 1, end) or range(end, end + self._period)
-        return range(ahead.start, min(ahead.stop, self._layers))
+        if to_choose:
+            ahead = range(layer + self._key_stride, layer + self._key_stride + 1)
+        alike = (x for x in ahead if x < self._layers and self._windows[x] == self._windows[layer])
+        return list(alike)

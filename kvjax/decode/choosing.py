@@ -22,6 +22,7 @@ from kvjax.policies import (
     impress,
     select,
 )
+from kvjax.spec import pages_for
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +108,7 @@ class ByPages:
             column = jnp.arange(room, dtype=jnp.int32)
             ids = jnp.where(column < prefix.count, column, prefix.pages)
             chosen = Chosen(jnp.broadcast_to(ids, before.ids.shape), before.mass)
-        elif self.choice.decider(asked.layer) == asked.layer:
+        elif self._decides(config, asked.layer):
             sketch = prefix.sketches[asked.layer]
             if isinstance(self.by, ExactKeys):
                 sketch = _stored_keys(prefix, asked, heads, sketch["pages"].shape[0])
@@ -134,6 +135,11 @@ class ByPages:
             chosen = before
         worth = Worth(chosen.mass, jnp.ones_like(chosen.mass))
         return _read(prefix, asked, chosen.ids, worth), chosen
+
+    def _decides(self, config: ModelConfig, layer: int) -> bool:
+        """Whether a layer chooses: if others before it choose for it, these all have windows."""
+        before = range(self.choice.decider(layer), layer)
+        return all(config.layers[other].window is not None for other in before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +224,45 @@ class ByTokens:
         if self.count_uses:
             note(prefix.handle, asked.layer, tokens)
         return packed, before
+
+
+def window_pages(window: int, page_size: int) -> int:
+    """Pages of a prefix that its suffix sees through a window.
+
+    Args:
+      window: tokens that a query sees, itself included.
+      page_size: tokens a page.
+    """
+    return pages_for(window - 1, page_size)
+
+
+def read_window(
+    config: ModelConfig, prefix: StoredPrefix, asked: Asked, window: int, room: int
+) -> Both:
+    """The last pages of a prefix, for a layer that sees no others.
+
+    They lie where they lie if the last `prefix.count` pages are taken: a window is measured in the
+    pool, and tokens are as far apart there as in the prompt. What comes before them is not read.
+
+    Args:
+      config: the model's.
+      prefix: what is stored; its `count` must be no less than `window_pages`, or all pages.
+      asked: the layer and its queries.
+      window: the layer's.
+      room: K.
+    """
+    layer, size = config.layers[asked.layer], asked.page.shape[0]
+    seen = jnp.minimum(window_pages(window, size), prefix.pages)
+    column = jnp.arange(room, dtype=jnp.int32)
+    wanted = (column >= prefix.count - seen) & (column < prefix.count)
+    ids = jnp.where(wanted, column + prefix.pages - prefix.count, prefix.pages)
+    # Nobody measured what each of them got: as if it were the same.
+    group = layer.num_heads // layer.num_kv_heads
+    queries = jnp.sum(asked.valid, dtype=jnp.float32)
+    mass = group * queries / jnp.maximum(seen, 1).astype(jnp.float32)
+    shape = (layer.num_kv_heads, room)
+    worth = Worth(jnp.broadcast_to(mass, shape), jnp.ones(shape))
+    return _read(prefix, asked, jnp.broadcast_to(ids, shape), worth)
 
 
 def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Both:

@@ -61,14 +61,13 @@ def prefilled_pages(
 
 
 def check_layers(model: Model) -> None:
-    """Refuse a model whose layers do not all see the whole prefix, or differ in shape.
+    """Refuse a model whose layers differ in shape.
 
     Raises:
-      KvjaxError: they do not.
+      KvjaxError: they do.
     """
-    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
-    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
+    if len({(x.num_kv_heads, x.head_dim) for x in model.config.layers}) > 1:
         raise KvjaxError(
-            f"{model.name} has sliding-window layers or layers of different shapes: its prefixes "
-            f"cannot be stored and chosen from; run it without prefixes"
+            f"{model.name} has layers of different shapes: its prefixes cannot be stored and "
+            f"chosen from; run it without prefixes"
         )

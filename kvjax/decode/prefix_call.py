@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.choosing import Selection, StoredPrefix
+from kvjax.decode.choosing import Selection, StoredPrefix, window_pages
 from kvjax.decode.memory import Reading
 from kvjax.decode.meter import Meter
 from kvjax.decode.open_prefixes import OpenPrefix
@@ -46,7 +46,7 @@ class PrefixCall:
 
     Attributes:
       fits: whether one program can run it; if not, nothing else may be asked of it.
-      count: pages that every layer and KV head attends to.
+      count: pages that every layer and KV head attends to, if it has no window.
       chosen_bytes: keys and values of these.
       expected_bytes: to be read, as far as that is known before: with keys read to choose by.
       shapes: of the programs.
@@ -69,13 +69,16 @@ class PrefixCall:
         self._model, self._prefix, self._config = model, prefix, config
         self._suffix = ids[self.prefix_tokens :]
         page_bytes = spec.bytes_per_page(size)
-        least = pages if config.by == "all" else min(config.least_pages, pages)
+        layers = model.config.layers
+        windows = [window_pages(x.window, size) for x in layers if x.window is not None]
+        least = min(max([pages if config.by == "all" else config.least_pages, *windows]), pages)
         self.count = Budget(config.budget).pages(
             pages, page_size=size, page_bytes=page_bytes, least=least
         )
-        self.chosen_bytes = self.count * page_bytes
-        layers = len(model.config.layers)
-        keys = pages * page_bytes * config.key_layers(layers) // (2 * layers)
+        full = [index for index, layer in enumerate(layers) if layer.window is None]
+        attended = len(full) * self.count + sum(min(window, self.count) for window in windows)
+        self.chosen_bytes = attended * page_bytes // len(layers)
+        keys = pages * page_bytes * config.key_layers(full) // (2 * len(layers))
         self.expected_bytes = self.chosen_bytes + keys
         # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
         fitting = (model.config.max_context - new_tokens - len(self._suffix)) // size
@@ -126,6 +129,7 @@ class PrefixCall:
             period=config.period,
             near_rows=reading.near.rows,
             key_stride=config.period if config.who == "period" else 1,
+            windows=[layer.window for layer in self._model.config.layers],
             speculate=config.prefetch,
         )
         sketches = self._prefix.sketches()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Literal, get_args
 
 from kvjax.decode.choosing import ByPages, ByTokens, Selection
@@ -26,7 +27,9 @@ class PrefixConfig:
 
     Attributes:
       budget: most of a prefix that is attended to, but for the first and the last page, which
-        always are: a share, pages, tokens or bytes. What is read on a wrong guess comes on top.
+        always are: a share, pages, tokens or bytes. What is read on a wrong guess comes on top. If
+        the model has sliding windows, it is raised to the longest: layers with a window attend to
+        all that is in it, and to nothing else.
       by: what pages are chosen by: "low-bit", the keys in `bits` bits; "mean", page means
         (ShadowKV); "quest", Quest's bounds; "keys", all keys of a deciding layer, read from the
         store (ContiguousKV); "h2o", tokens by the same keys, read in chunks of 64; "impress",
@@ -111,15 +114,15 @@ class PrefixConfig:
         choice = self.choice()
         return max(choice.first + choice.last, 1)
 
-    def key_layers(self, layers: int) -> int:
-        """Layers whose keys are all read to choose by.
+    def key_layers(self, layers: Collection[int]) -> int:
+        """How many layers read all of their keys to choose by.
 
         Args:
-          layers: of the model.
+          layers: those of the model that choose or are chosen for: they have no window.
         """
         if self.by not in ("keys", "impress", "h2o"):
             return 0
-        return -(-layers // self.period) if self.who == "period" and self.by == "keys" else layers
+        return len({self.choice().decider(x) for x in layers} if self.by == "keys" else layers)
 
     @property
     def by_tokens(self) -> bool:

@@ -26,7 +26,7 @@ def read_missing(
       near: units in memory that the program reads.
       handle: of the open `PageReads`.
       layer: whose pages.
-      ids: pages of the prefix for each KV head; what names no page comes after all that do.
+      ids: pages of the prefix for each KV head; N or more is none.
       worth: of these pages.
       page: [P, D], shape and dtype of one head's page.
 

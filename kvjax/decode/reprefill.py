@@ -1,7 +1,8 @@
 """Re-prefill: a suffix against a stored prefix of which only the chosen pages are read.
 
 ContiguousKV (arXiv:2601.13631), with the choice as a setting. One program: every layer chooses,
-starts its read, collects it into the pool's first pages and attends to them and to the suffix.
+starts its read, collects it into the pool's first pages and attends to them and to the suffix. A
+layer with a sliding window has no choice: it reads the pages that its window reaches.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool
 from kvjax import cache as paged
 from kvjax.cache import PagedKVCache
 from kvjax.decode.attend import chunk_attend
-from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix
+from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix, read_window
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.models import Attend, Decoder
 from kvjax.pallas_kernels.support import Implementation
@@ -102,7 +103,11 @@ def _fetching(
         cache, chosen = carry
         pool = cache.k_pages[layer]
         page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
-        both, chosen = selection.get(decoder.config, prefix, Asked(layer, q, valid, page), chosen)
+        asked, window = Asked(layer, q, valid, page), decoder.config.layers[layer].window
+        if window is None:
+            both, chosen = selection.get(decoder.config, prefix, asked, chosen)
+        else:
+            both = read_window(decoder.config, prefix, asked, window, chosen.ids.shape[1])
         origin = (0, 0, 0, 0)
         keys = jax.lax.dynamic_update_slice(pool, both[0], origin)
         values = jax.lax.dynamic_update_slice(cache.v_pages[layer], both[1], origin)

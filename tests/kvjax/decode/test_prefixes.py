@@ -1,6 +1,7 @@
 """Stored prefixes end to end: a small model, a real store in a folder, restarts and damage."""
 
 import dataclasses
+import importlib.resources
 import time
 
 import jax.numpy as jnp
@@ -91,9 +92,9 @@ def exact(model, ids):
     return hidden(model, ids, None)
 
 
-def hidden(model, ids, prefixes):
+def hidden(model, ids, prefixes, cache=CACHE):
     """The last token's state before the output matrix, from what is stored or from none of it."""
-    cache, limits, meter = CACHE, jnp.ones((1,), jnp.int32), Meter()
+    limits, meter = jnp.ones((1,), jnp.int32), Meter()
     shapes = plan(
         model.config, model.spec, [len(ids)], new_tokens=1, prefill_chunk=512, cache=cache
     )
@@ -103,6 +104,56 @@ def hidden(model, ids, prefixes):
         ).state.hidden
     state = empty_state(model, shapes, limits, meter)
     return prefill_program(model, ids, shapes, state, meter)(state, lambda *_: None).hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma", {}),
+        ("gemma", {"by": "keys", "who": "period", "period": 2}),
+        ("gemma", {"by": "impress", "who": "layer"}),
+        ("gemma", {"device_bytes": 3_000, "host_bytes": 2_000, "pin_host": True, "who": "layer"}),
+        ("mistral", {"by": "mean"}),
+        ("mistral", {"by": "mean", "budget": "1 page"}),  # no layer sees anything else
+    ],
+    ids=str,
+)
+def test_layers_with_a_window_attend_to_all_that_is_in_it(tmp_path, ids, name, changes):
+    model = tiny.model(name)
+    expected, exact = answer(model, ids, None)[0], hidden(model, ids, None)
+    prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, **changes))
+    for _ in range(2):  # from disk, then from what stayed in memory
+        tokens, stats = answer(model, ids, prefixes)
+        assert tokens == expected
+    np.testing.assert_allclose(hidden(model, ids, prefixes), exact, rtol=1e-5, atol=1e-5)
+    short = [*ids[: 4 * PAGE + 2], *tiny.prompt(20, seed=3)]  # the window lies elsewhere
+    tokens, stats = answer(model, short, prefixes)
+    assert stats.pages == 4
+    assert tokens == answer(model, short, None)[0]
+
+
+def test_of_a_layer_with_a_window_only_the_window_is_read(tmp_path, ids):
+    model = tiny.model("gemma")  # a window of 12 tokens, then a layer that sees everything
+    layer_page = model.spec.bytes_per_page(PAGE) // 2
+    for budget, pages in (("100%", 12), ("50%", 6), ("1 page", 2)):
+        config = dataclasses.replace(LOAD, budget=budget, host_bytes=0)
+        stats = answer(model, ids, stored(tmp_path, model, ids, config))[1]
+        assert stats.pages_chosen == pages  # no fewer than the window has
+        assert stats.bytes_used == stats.bytes_read == (pages + 2) * layer_page
+        assert stats.bytes_wasted == 0
+
+
+@pytest.mark.slow
+def test_gemma_answers_from_stored_pages(tmp_path, gguf_file):
+    model = kvjax.load(gguf_file("gemma3-270m"), dtype="float32")
+    text = (importlib.resources.files("kvjax") / "data" / "state_of_the_union_1790.txt").read_text()
+    document = model.tokenizer.encode(text)[:1100]
+    asked = [*document, *model.tokenizer.encode("\n\nIn short,", add_bos=False)]
+    prefixes = PrefixCache(tmp_path, config=LOAD)
+    prefixes.add(model, document)
+    cache = CacheConfig()
+    warm, cold = (hidden(model, asked, store, cache) for store in (prefixes, None))
+    np.testing.assert_allclose(warm, cold, rtol=1e-4, atol=1e-5 * np.abs(cold).max())
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
@@ -345,8 +396,8 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, model, ids):
         prefixes.add(model, ids[: PAGE - 1], cache=CACHE)
     with pytest.raises(KvjaxError, match="one prompt at a time"):
         kvjax.generate(model, [ids, ids], prefixes=prefixes)
-    with pytest.raises(KvjaxError, match="sliding-window"):
-        prefixes.add(tiny.model("gemma"), ids, cache=CACHE)
+    with pytest.raises(KvjaxError, match="layers of different shapes"):
+        prefixes.add(tiny.model("groups_of_3"), ids, cache=CACHE)
 
 
 def test_the_distribution_comes_nearer_as_the_budget_grows(tmp_path, model, ids):

@@ -146,6 +146,25 @@ def test_others_do_not_see_what_is_reordered(tmp_path, model, ids):
     assert stats.key != info.key
 
 
+def test_a_window_is_measured_in_the_tokens_own_order(tmp_path, ids):
+    model = tiny.model("gemma")
+    expected = answer(model, ids, None)[0]
+    prefixes = stored(tmp_path, model, ids, budget="10%")
+    scattered = answer(model, ids, prefixes)[0]
+    (info,) = prefixes.reorder()
+    tokens, packed = answer(model, ids, prefixes)
+    assert tokens == scattered
+    assert packed.key == info.key
+    with prefixes.store.open_segment(info.key) as segment:
+        order = order_of(segment)
+    assert np.array_equal(order[0], np.arange(PAGES * PAGE))
+    assert not np.array_equal(order[1], order[0])
+    whole = PrefixCache(tmp_path, config=dataclasses.replace(CONFIG, budget="100%"))
+    tokens, stats = answer(model, ids, whole)
+    assert tokens == expected
+    assert stats.key == info.key
+
+
 def test_only_tokens_are_reordered():
     with pytest.raises(KvjaxError, match="reorder is True and by is 'low-bit': only tokens"):
         PrefixConfig(reorder=True)
