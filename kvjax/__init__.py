@@ -31,6 +31,7 @@ from kvjax.decode import (
 from kvjax.errors import KvjaxError, ModelNotFoundError, PoolExhaustedError, PullError
 from kvjax.load import load
 from kvjax.model import Model
+from kvjax.policies import Place, Select, Window
 from kvjax.programs import keep_programs
 from kvjax.pull import license_terms, pull
 from kvjax.spec import KVSpec, LayerSpec
@@ -45,6 +46,7 @@ __all__ = [
     "LayerSpec",
     "Model",
     "ModelNotFoundError",
+    "Place",
     "PoolExhaustedError",
     "PrefixCache",
     "PrefixConfig",
@@ -52,8 +54,10 @@ __all__ = [
     "PullError",
     "Sampling",
     "Score",
+    "Select",
     "Stats",
     "StreamEvent",
+    "Window",
     "cache",
     "errors",
     "generate",

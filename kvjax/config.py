@@ -6,6 +6,7 @@ from kvjax.errors import KvjaxError, check_integer, is_integer
 from kvjax.pallas_kernels import IMPLEMENTATIONS
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.pallas_kernels.validate import FLOATS, PAGE_SIZES
+from kvjax.policies.tiering import Place, Select, Window
 from kvjax.spec import DEFAULT_PAGE_SIZE
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -22,6 +23,10 @@ class CacheConfig:
       dtype: of stored keys and values, "float32", "bfloat16" or "float16" (`SHORT_DTYPES` are taken
         too); None takes that of the model's matrices.
       attention: which attention implementation to insist on; None lets kvjax choose.
+      select: which pages a decode step reads; None is all of them. The prompt itself is prefilled
+        exactly, layer by layer.
+      window: which of the pages that were read stay near; only with `place`. None is `Window()`.
+      place: where pages live that are not near; only with `select`. None keeps all on the device.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -31,6 +36,9 @@ class CacheConfig:
     num_pages: int | None = None
     dtype: str | None = None
     attention: Implementation | None = None
+    select: Select | None = None
+    window: Window | None = None
+    place: Place | None = None
 
     def __post_init__(self) -> None:
         size, (smallest, largest) = self.page_size, PAGE_SIZES
@@ -54,4 +62,23 @@ class CacheConfig:
             raise KvjaxError(
                 f"attention is {self.attention!r}: must be one of {', '.join(IMPLEMENTATIONS)}, or "
                 f"None to let kvjax choose"
+            )
+        for name, kind in (("select", Select), ("window", Window), ("place", Place)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise KvjaxError(f"{name} is {value!r}: must be a kvjax.{kind.__name__}, or None")
+        if self.place is not None and self.select is None:
+            raise KvjaxError(
+                "place is given and select is None: pages are fetched that a step selects; "
+                "give select=kvjax.Select(), whose budget '100%' selects all"
+            )
+        if self.window is not None and self.place is None:
+            raise KvjaxError(
+                "window is given and place is None: without a place all pages stay near; give "
+                "place=kvjax.Place(), or leave out window"
+            )
+        if self.select is not None and self.num_pages is not None:
+            raise KvjaxError(
+                f"num_pages is {self.num_pages} and select is given: its pool has as many pages "
+                f"as the window; leave out num_pages"
             )

@@ -7,6 +7,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode.results import FinishReason
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import FULL, STOPPED
+from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.spec import KVSpec
@@ -32,7 +33,7 @@ def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:
     return model.tokenizer.decode(list(shown))
 
 
-def not_finite(where: str, model: Model, shapes: Shapes) -> KvjaxError:
+def not_finite(where: str, model: Model, shapes: Shapes | TieredShapes) -> KvjaxError:
     """What to raise where logits are NaN or infinite.
 
     Args:

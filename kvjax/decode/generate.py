@@ -13,6 +13,7 @@ from kvjax.cache import Reservation
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite, text_of
+from kvjax.decode.generate_loop import draw_rows
 from kvjax.decode.meter import Meter
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import Generation
@@ -28,6 +29,7 @@ from kvjax.decode.step import (
     start,
 )
 from kvjax.decode.stream import stream
+from kvjax.decode.tiered import TieredCall, loop
 from kvjax.errors import check_integer
 from kvjax.model import Model
 
@@ -104,6 +106,10 @@ def generate(
     cache = inputs.given_or_default("cache", cache, CacheConfig)
     ids = inputs.prompt_list(model, prompts)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
+    if cache.select is not None:
+        call = TieredCall(model, ids, new_tokens=limit, cache=cache)
+        rules = _rules(model, sampling, key, stops, limit, len(ids), call.shapes.batch)
+        return _over_tiers(call, model, ids, stops, rules, progress or _silent, meter)
     shapes = plan(
         model.config,
         cache_spec(model, cache),
@@ -116,12 +122,7 @@ def generate(
     arguments = (
         model.params,
         inputs.flat_prompts(ids, shapes),
-        Rules(
-            sampler=make_sampler(sampling, model.config.vocab_size),
-            key=inputs.prng_key(key),
-            stop_tokens=inputs.padded_stops(stops),
-            limits=inputs.row_limits(len(ids), limit, shapes.batch),
-        ),
+        _rules(model, sampling, key, stops, limit, len(ids), shapes.batch),
     )
     report("compile", 0.0)
     program = meter.program(_generate, (model.graphdef, shapes), *arguments)
@@ -146,6 +147,58 @@ def generate(
     )
 
 
+def _rules(
+    model: Model,
+    sampling: Sampling,
+    key: jax.Array | int | None,
+    stops: list[int],
+    limit: int,
+    rows: int,
+    batch: int,
+) -> Rules:
+    return Rules(
+        sampler=make_sampler(sampling, model.config.vocab_size),
+        key=inputs.prng_key(key),
+        stop_tokens=inputs.padded_stops(stops),
+        limits=inputs.row_limits(rows, limit, batch),
+    )
+
+
+def _over_tiers(
+    call: TieredCall,
+    model: Model,
+    ids: list[list[int]],
+    stops: list[int],
+    rules: Rules,
+    report: Progress,
+    meter: Meter,
+) -> Generation:
+    """`generate` where steps read selected pages."""
+    with call.prefilled(rules, meter, report) as state:
+        report("decode", 0.0)
+        state, tokens, counts = loop(call, model, state, rules, meter)
+        report("decode", 1.0)
+        tokens, counts, finished, finite = jax.device_get(
+            (tokens, counts, state.finished, state.finite)
+        )
+        tiers = call.stats(state)
+    for row in np.flatnonzero(~finite):
+        raise not_finite(f"prompt {row}", model, call.shapes)
+    rows = [tokens[i, : counts[i]].tolist() for i in range(len(ids))]
+    return Generation(
+        tokens=rows,
+        texts=[text_of(model, row, stops) for row in rows],
+        finish_reasons=[REASONS[int(code)] for code in finished[: len(ids)]],
+        stats=meter.stats(
+            call.shapes,
+            prompt_tokens=sum(map(len, ids)),
+            new_tokens=sum(map(len, rows)),
+            pages_used=tiers.slots * len(ids),
+            tiers=tiers,
+        ),
+    )
+
+
 def _streamed(model: Model, ids: list[int], **options: Any) -> Generation:
     """What a stream gives, gathered."""
     events = list(stream(model, ids, **options))
@@ -164,23 +217,11 @@ def _generate(static: tuple[Any, Shapes], params: Any, prompts: Prompts, rules: 
     decoder = nnx.merge(graphdef, params)
     state = prefill(decoder, shapes, prompts, rules)
     state = draw(decoder, state, rules)
-    out = jnp.zeros((shapes.batch, shapes.room), jnp.int32).at[:, 0].set(state.tokens)
-    counts = (rules.limits > 0).astype(jnp.int32)
 
-    def goes_on(carry: tuple[DecodeState, Array, Array]) -> Array:
-        state, _, _ = carry
-        return jnp.any(state.active) & state.sound
+    def step(state: DecodeState) -> DecodeState:
+        return decode_step(decoder, state, rules, implementation=shapes.attention)
 
-    def step(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
-        state, out, counts = carry
-        active = state.active
-        state = decode_step(decoder, state, rules, implementation=shapes.attention)
-        column = jnp.where(active, state.step - 1, shapes.room)
-        row = jnp.arange(shapes.batch, dtype=jnp.int32)
-        out = out.at[row, column].set(state.tokens, mode="drop")
-        return state, out, counts + active.astype(jnp.int32)
-
-    state, out, counts = jax.lax.while_loop(goes_on, step, (state, out, counts))
+    state, out, counts = draw_rows(state, step, limits=rules.limits, room=shapes.room)
     used = jnp.sum(state.cache.page_refs > 0, dtype=jnp.int32)
     return _Result(out, state.finished, counts, state.reservation, state.finite, used)
 

@@ -9,8 +9,9 @@ import jax
 from kvjax.cache import pool_bytes
 from kvjax.decode.inputs import empty_cache
 from kvjax.decode.program import Compiled, compilations, compiled
-from kvjax.decode.results import PrefixStats, Stats
+from kvjax.decode.results import PrefixStats, Stats, TierStats
 from kvjax.decode.shapes import Shapes
+from kvjax.decode.tiered_state import TieredShapes
 
 
 class Meter:
@@ -40,7 +41,7 @@ class Meter:
 
     def stats(
         self,
-        shapes: Shapes,
+        shapes: Shapes | TieredShapes,
         *,
         prompt_tokens: int,
         new_tokens: int,
@@ -48,8 +49,14 @@ class Meter:
         ttft_seconds: float | None = None,
         prefix: PrefixStats | None = None,
         prefix_unused: str | None = None,
+        tiers: TierStats | None = None,
     ) -> Stats:
         """The call's statistics, at its end."""
+        if isinstance(shapes, TieredShapes):
+            assert tiers is not None
+            cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
+        else:
+            cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
         return Stats(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
@@ -60,7 +67,8 @@ class Meter:
             pages_used=pages_used,
             pages_total=shapes.num_pages,
             page_size=shapes.page_size,
-            cache_bytes=pool_bytes(jax.eval_shape(lambda: empty_cache(shapes))),
+            cache_bytes=cache_bytes,
             prefix=prefix,
             prefix_unused=prefix_unused,
+            tiers=tiers,
         )

@@ -42,6 +42,28 @@ class PrefixStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class TierStats:
+    """What decoding over tiers moved, in pages and bytes.
+
+    A page here is one KV head's of one layer: its keys and values.
+    """
+
+    pages_chosen: int  # K, the most that a KV head reads in a step, the open page not counted
+    slots: int  # S of each row, layer and KV head on the device, the open page included
+    reads: int  # pages that steps chose
+    misses: int  # of these, how many were not near
+    bytes_moved: int  # keys and values that were fetched for that
+    index_bytes: int  # what pages are chosen by, on the device
+    device_bytes: int  # of the slots
+    host_bytes: int  # of host memory that has room for every page
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """The share of chosen pages that were near; None if none was chosen."""
+        return 1 - self.misses / self.reads if self.reads else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """What a call did, in tokens, seconds, pages and bytes.
 
@@ -61,6 +83,7 @@ class Stats:
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
     prefix: PrefixStats | None = None  # where a stored prefix was used
     prefix_unused: str | None = None  # why none was, if stored prefixes were given
+    tiers: TierStats | None = None  # where steps read selected pages
 
     @property
     def decode_seconds(self) -> float | None:

@@ -4,13 +4,14 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from kvjax import cache as paged
-from kvjax.cache import PagedKVCache, Reservation
+from kvjax.cache import Reservation
 from kvjax.decode.attend import chunk_attend, decode_attend
 from kvjax.decode.sampling import Sampler
 from kvjax.models import Decoder
@@ -45,7 +46,7 @@ class Rules:
 class DecodeState:
     """Everything a step changes."""
 
-    cache: PagedKVCache
+    cache: Any  # a `PagedKVCache`, or a `TieredCache`
     hidden: Float[Array, "B d"]  # the newest token's hidden state, a row
     tokens: Int32[Array, " B"]  # the newest token drawn, a row; it is not in the cache yet
     finished: Int32[Array, " B"]  # RUNNING, STOPPED or FULL
@@ -64,7 +65,7 @@ class DecodeState:
         return self.reservation.ok & jnp.all(self.finite)
 
 
-def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeState:
+def start(cache: Any, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeState:
     """The state before anything ran.
 
     Args:
@@ -75,12 +76,12 @@ def start(cache: PagedKVCache, hidden_size: int, limits: Int32[Array, " B"]) -> 
     zero = jnp.int32(0)
     return DecodeState(
         cache=cache,
-        hidden=jnp.zeros((cache.batch, hidden_size), jnp.float32),
-        tokens=jnp.zeros((cache.batch,), jnp.int32),
+        hidden=jnp.zeros((limits.shape[0], hidden_size), jnp.float32),
+        tokens=jnp.zeros_like(limits),
         finished=jnp.where(limits > 0, RUNNING, FULL).astype(jnp.int32),
         step=zero,
         reservation=Reservation(jnp.bool_(True), needed=zero, free=zero, longest=zero, wrong=zero),
-        finite=jnp.ones((cache.batch,), jnp.bool_),
+        finite=jnp.ones(limits.shape, jnp.bool_),
     )
 
 

@@ -9,6 +9,7 @@ from kvjax.policies.pqcache import PQCache
 from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Choice, select
 from kvjax.policies.sketch import MeanKeys, QuestBounds, Sketch
+from kvjax.policies.tiering import Place, Select, Window
 from kvjax.policies.window_plan import WindowPlan
 from kvjax.policies.window_scaling import TrafficProfile, exact_windows, greedy_windows
 
@@ -22,11 +23,14 @@ __all__ = [
     "PQCache",
     "PageIndex",
     "PerPage",
+    "Place",
     "QuestBounds",
     "RetroInfer",
+    "Select",
     "Sketch",
     "TokenChoice",
     "TrafficProfile",
+    "Window",
     "WindowPlan",
     "chunk_pages",
     "exact_windows",

@@ -1,0 +1,160 @@
+"""The device's part of sequences whose pages live elsewhere, as a value."""
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache.residency import Eviction, Residency, nothing_near
+from kvjax.pallas_kernels.support import Implementation
+from kvjax.policies import Choice, PageIndex
+from kvjax.spec import KVSpec
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredShapes:
+    """The static facts of a tiered program; equal shapes share one program."""
+
+    spec: KVSpec
+    batch: int  # B, rows, a power of two
+    tokens: int  # T, that a prompt has room for, a multiple of the page size
+    pages: int  # N, most pages of a row
+    page_size: int
+    room: int  # K, pages that a KV head may choose in a step
+    slots: int  # S of a row and KV head, the page that is being filled included
+    output: int  # tokens that a row has room to draw
+    fetches: bool  # whether pages can be elsewhere; if not, S is N
+    keeps: bool  # whether pages stay near from step to step
+    evict: Eviction
+    observe: int  # last tokens of a prompt that say what is near at first
+    index: PageIndex
+    choice: Choice
+    attention: Implementation | None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that a layer's pool has room for."""
+        return self.batch * self.slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Pages that KV heads chose, counted over steps, layers, rows and heads."""
+
+    chosen: Int32[Array, ""]
+    missed: Int32[Array, ""]  # of these, how many were not near
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TieredCache:
+    """Slots, what is in them, and what pages are chosen by; one entry a layer."""
+
+    keys: tuple[Float[Array, "R Hkv P D"], ...]  # slot s of row b is b x S + s
+    values: tuple[Float[Array, "R Hkv P Dv"], ...]
+    near: tuple[Residency, ...]
+    index: tuple[dict[str, Array], ...]  # [B, ...]
+    lengths: Int32[Array, " B"]  # tokens of each row
+    counts: Int32[Array, " B"]  # pages that each row chooses in a step, at most K
+    handle: Int32[Array, ""]  # of the pages that are elsewhere
+    written: Int32[Array, ""]  # changes with every write to them, so that reads come after it
+    traffic: Traffic
+
+
+def empty_tiers(shapes: TieredShapes) -> TieredCache:
+    """The cache before any prompt.
+
+    Args:
+      shapes: the program's.
+    """
+    spec, batch, pages = shapes.spec, shapes.batch, shapes.pages
+    layers = range(len(spec.layers))
+
+    def pool(width: int, heads: int) -> Array:
+        shape = (batch * shapes.slots, heads, shapes.page_size, width)
+        return jnp.zeros(shape, spec.dtype)
+
+    def empty_index(layer: int) -> dict[str, Array]:
+        heads, width = spec.layers[layer].kv_heads, spec.layers[layer].head_dim
+        keys = jax.ShapeDtypeStruct((pages, heads, shapes.page_size, width), jnp.dtype(spec.dtype))
+        made = jax.eval_shape(shapes.index.build, keys, jax.ShapeDtypeStruct((), jnp.int32))
+        return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
+
+    zero = jnp.int32(0)
+    return TieredCache(
+        keys=tuple(pool(spec.layers[i].head_dim, spec.layers[i].kv_heads) for i in layers),
+        values=tuple(pool(spec.layers[i].value_dim, spec.layers[i].kv_heads) for i in layers),
+        near=tuple(
+            nothing_near(batch, spec.layers[i].kv_heads, pages=pages, slots=shapes.slots)
+            for i in layers
+        ),
+        index=tuple(empty_index(i) for i in layers),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        counts=jnp.zeros((batch,), jnp.int32),
+        handle=zero,
+        written=zero,
+        traffic=Traffic(zero, zero),
+    )
+
+
+def with_layer(
+    cache: TieredCache,
+    layer: int,
+    *,
+    keys: Array,
+    values: Array,
+    near: Residency,
+    index: dict[str, Array],
+) -> TieredCache:
+    """The cache with one layer's arrays replaced.
+
+    Args:
+      cache: before.
+      layer: which.
+      keys: its pool.
+      values: its pool.
+      near: what is in its slots.
+      index: what its pages are chosen by.
+    """
+    return dataclasses.replace(
+        cache,
+        keys=_replaced(cache.keys, layer, keys),
+        values=_replaced(cache.values, layer, values),
+        near=_replaced(cache.near, layer, near),
+        index=_replaced(cache.index, layer, index),
+    )
+
+
+def _replaced(old: tuple[T, ...], layer: int, new: T) -> tuple[T, ...]:
+    return (*old[:layer], new, *old[layer + 1 :])
+
+
+def slot_rows(cache: TieredCache, slots: Int32[Array, "B Hkv K"], per_row: int) -> Array:
+    """Rows of the pools for slots; past all rows where a slot is none.
+
+    Args:
+      cache: for the number of rows.
+      slots: int32 [B, Hkv, K]; S is none.
+      per_row: S.
+    """
+    row = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None, None]
+    return jnp.where(slots < per_row, row * per_row + slots, cache.keys[0].shape[0])
+
+
+def counted(traffic: Traffic, chosen: Bool[Array, "..."], missed: Bool[Array, "..."]) -> Traffic:
+    """Traffic with one layer's step added.
+
+    Args:
+      traffic: before.
+      chosen: which entries are pages.
+      missed: which of them were not near.
+    """
+    return Traffic(
+        traffic.chosen + jnp.sum(chosen, dtype=jnp.int32),
+        traffic.missed + jnp.sum(missed, dtype=jnp.int32),
+    )

@@ -1,0 +1,279 @@
+"""One decode step over tiers: select, fetch, compute, evict (KVDrive, arXiv:2605.18071)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from kvjax.cache.residency import Residency, admit, find, only, ranked, used
+from kvjax.decode.step import DecodeState, Rules, draw
+from kvjax.decode.tiered_fetch import collect, issue, put_filled
+from kvjax.decode.tiered_state import (
+    TieredCache,
+    TieredShapes,
+    counted,
+    slot_rows,
+    with_layer,
+)
+from kvjax.models import Attend, Decoder, ModelConfig
+from kvjax.pallas_kernels import merge_attention, sparse_paged_attention
+from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.policies import select
+
+
+class _Step(NamedTuple):
+    """What does not differ between layers."""
+
+    shapes: TieredShapes
+    config: ModelConfig
+    active: Bool[Array, " B"]
+    number: Int32[Array, ""]  # of the step
+
+
+class _Selected(NamedTuple):
+    """What a layer reads in this step."""
+
+    mass: Float32[Array, "B Hkv N"]  # attention that every page gets
+    pages: Int32[Array, "B Hkv K"]  # chosen; N is none
+    slots: Int32[Array, "B Hkv K"]  # where they are; S where they are not near
+    missing: Int32[Array, "B Hkv K"]  # pages to fetch, and then N
+    open_page: Int32[Array, "B Hkv 1"]  # the page that the token goes to
+    open_slot: Int32[Array, "B Hkv 1"]  # where that is; S if the token is its first
+
+
+def tiered_step(
+    decoder: Decoder, shapes: TieredShapes, state: DecodeState, rules: Rules
+) -> DecodeState:
+    """Put each running row's newest token into the cache and draw the next.
+
+    Args:
+      decoder: the model.
+      shapes: the program's.
+      state: after `draw`; its cache is a `TieredCache`.
+      rules: how to draw and when to end.
+    """
+    cache: TieredCache = state.cache
+    attend = tiered_attend(_Step(shapes, decoder.config, state.active, state.step))
+    hidden, cache = decoder(state.tokens, cache.lengths, attend, cache)
+    lengths = cache.lengths + state.active.astype(jnp.int32)
+    cache = dataclasses.replace(cache, lengths=lengths)
+    return draw(decoder, dataclasses.replace(state, cache=cache, hidden=hidden), rules)
+
+
+def tiered_attend(step: _Step) -> Attend[TieredCache]:
+    """Attend with one new token a row.
+
+    A layer chooses pages by its index, asks for those that are not near, attends to those that are
+    and to the page that is being filled, waits for the others and attends to them, and merges both
+    and the token itself by their log-sum-exp. Then the pages that came take the slots of those that
+    rank least, and the token is written: a pool that is read after it was written in the same step
+    might be copied.
+
+    Args:
+      step: the rows and the program.
+    """
+    shapes = step.shapes
+
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, cache: TieredCache
+    ) -> tuple[Array, TieredCache]:
+        dtype = cache.keys[layer].dtype
+        k, v = k.astype(dtype), v.astype(dtype)  # as every later step will read them
+        chosen = _select(step, layer, q, cache)
+        fetched = None
+        if shapes.fetches:
+            ticket = issue(cache.handle, cache.written, layer, chosen.missing)
+            q, ticket = lax.optimization_barrier((q, ticket))  # before anything is read
+        parts = [_attend_near(step, layer, q, cache, chosen), _attend_token(step, layer, q, k, v)]
+        if shapes.fetches:
+            fetched = _collected(step, layer, cache, chosen, ticket)
+            parts.append(_attend_fetched(step, layer, q, fetched, chosen))
+        out = merge_attention(
+            jnp.stack([part.out.astype(jnp.float32) for part in parts]),
+            jnp.stack([part.lse for part in parts]),
+        )
+        # A row whose attention is NaN writes nothing; its logits are NaN too, and end the run.
+        sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
+        near, taken = _admitted(step, layer, cache, chosen)
+        taken = jnp.where(sound[:, None, None], taken, shapes.slots)
+        return out.out, _written(step, layer, cache, chosen, near, taken, fetched, (k, v), sound)
+
+    return attend
+
+
+def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache) -> _Selected:
+    """Choose pages, and look up where they are."""
+    shapes, config = step.shapes, step.config
+    heads, total = cache.keys[layer].shape[1], shapes.pages
+    near, full = cache.near[layer], cache.lengths // shapes.page_size
+
+    def choose(index: dict[str, Array], q: Array, full: Array, count: Array) -> tuple[Array, Array]:
+        mass = shapes.index.page_mass(
+            index, q, full, config.scale(layer), soft_cap=config.attn_soft_cap
+        )
+        pages = select(
+            mass, full, room=shapes.room, kv_heads=heads, count=count, choice=shapes.choice
+        )
+        return jnp.sum(mass.reshape(heads, -1, total), axis=1), pages
+
+    mass, pages = jax.vmap(choose)(cache.index[layer], q, full, cache.counts)
+    pages = jnp.where(step.active[:, None, None] & (pages < total), pages, total)
+    slots = find(near, pages)
+    missing = (pages < total) & (slots == shapes.slots)
+    order = jnp.argsort(~missing, axis=2, stable=True).astype(jnp.int32)
+    open_page = jnp.broadcast_to(full[:, None, None], (len(full), heads, 1))
+    begun = (cache.lengths % shapes.page_size > 0)[:, None, None]
+    return _Selected(
+        mass=mass,
+        pages=pages,
+        slots=slots,
+        missing=jnp.take_along_axis(jnp.where(missing, pages, total), order, axis=2),
+        open_page=open_page,
+        open_slot=jnp.where(begun, find(near, open_page), shapes.slots),
+    )
+
+
+def _attend_near(
+    step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache, chosen: _Selected
+) -> AttentionOutput:
+    """Attention to chosen pages in slots, and to the open page."""
+    size = step.shapes.page_size
+    slots = jnp.concatenate([chosen.slots, chosen.open_slot], axis=2)
+    offset = jnp.broadcast_to((cache.lengths % size)[:, None, None], chosen.open_slot.shape)
+    tokens = jnp.concatenate([jnp.full_like(chosen.slots, size), offset], axis=2)
+    return sparse_paged_attention(
+        q,
+        cache.keys[layer],
+        cache.values[layer],
+        slot_rows(cache, slots, step.shapes.slots),
+        tokens,
+        scale=step.config.scale(layer),
+        soft_cap=step.config.attn_soft_cap,
+        implementation=step.shapes.attention,
+    )
+
+
+def _attend_token(
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    k: Float[Array, "B Hkv D"],
+    v: Float[Array, "B Hkv Dv"],
+) -> AttentionOutput:
+    """Attention of each row's query to its own token: the token's value, and the score."""
+    batch, heads, dim = q.shape
+    group, cap = heads // k.shape[1], step.config.attn_soft_cap
+    grouped = q.reshape(batch, k.shape[1], group, dim).astype(jnp.float32)
+    score = jnp.sum(grouped * k[:, :, None].astype(jnp.float32), axis=-1)
+    score = step.config.scale(layer) * score
+    if cap is not None:
+        score = cap * jnp.tanh(score / cap)
+    return AttentionOutput(
+        jnp.repeat(v.astype(jnp.float32), group, axis=1), score.reshape(batch, heads)
+    )
+
+
+def _collected(
+    step: _Step, layer: int, cache: TieredCache, chosen: _Selected, ticket: Int32[Array, ""]
+) -> Float[Array, "two BK Hkv P D"]:
+    """The missing pages as a pool: page j of row b is b x K + j."""
+    pool = cache.keys[layer]
+    page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
+    wanted = chosen.missing < step.shapes.pages
+    both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page)
+    return both.reshape(2, -1, *pool.shape[1:])
+
+
+def _attend_fetched(
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    fetched: Float[Array, "two BK Hkv P D"],
+    chosen: _Selected,
+) -> AttentionOutput:
+    """Attention to the pages that were not near."""
+    batch, _, room = chosen.missing.shape
+    own = jnp.arange(batch * room, dtype=jnp.int32).reshape(batch, 1, room)
+    rows = jnp.where(chosen.missing < step.shapes.pages, own, batch * room)
+    return sparse_paged_attention(
+        q,
+        fetched[0],
+        fetched[1],
+        rows,
+        jnp.full_like(rows, step.shapes.page_size),
+        scale=step.config.scale(layer),
+        soft_cap=step.config.attn_soft_cap,
+        implementation=step.shapes.attention,
+    )
+
+
+def _admitted(
+    step: _Step, layer: int, cache: TieredCache, chosen: _Selected
+) -> tuple[Residency, Int32[Array, "B Hkv K1"]]:
+    """Slots for the pages that come, and last for the open page if the token is its first."""
+    shapes = step.shapes
+    near = cache.near[layer]
+    read = used(near, chosen.slots)
+    near = ranked(near, shapes.evict, mass=chosen.mass, read=read, step=step.number)
+    first = step.active & (cache.lengths % shapes.page_size == 0)
+    fresh = jnp.where(first[:, None, None], chosen.open_page, shapes.pages)
+    coming = jnp.concatenate([chosen.missing, fresh], axis=2)
+    if shapes.evict == "lookahead":
+        there = jnp.clip(coming, 0, shapes.pages - 1)
+        rank = jnp.take_along_axis(chosen.mass, there, axis=2)
+    else:
+        value = step.number.astype(jnp.float32) if shapes.evict == "lru" else jnp.float32(1)
+        rank = jnp.broadcast_to(value, coming.shape)
+    return admit(near, coming, rank, read | used(near, chosen.open_slot))
+
+
+def _written(
+    step: _Step,
+    layer: int,
+    cache: TieredCache,
+    chosen: _Selected,
+    near: Residency,
+    taken: Int32[Array, "B Hkv K1"],
+    fetched: Float[Array, "two BK Hkv P D"] | None,
+    token: tuple[Float[Array, "B Hkv D"], Float[Array, "B Hkv Dv"]],
+    sound: Bool[Array, " B"],
+) -> TieredCache:
+    """The cache with fetched pages in their slots and the token in the open page.
+
+    What is written depends on `sound`, and so on all that was read: XLA may write an independent
+    update first, into a copy. A page that the token fills joins the index, and is put where pages
+    live.
+    """
+    shapes = step.shapes
+    batch, heads, room = chosen.missing.shape
+    head = jnp.arange(heads, dtype=jnp.int32)
+    offset = cache.lengths % shapes.page_size
+    slot = jnp.where(sound[:, None, None], find(near, chosen.open_page), shapes.slots)
+    at = slot_rows(cache, slot, shapes.slots)[..., 0]
+    pools = []
+    for kind, pool in enumerate((cache.keys[layer], cache.values[layer])):
+        if fetched is not None:
+            to = slot_rows(cache, taken[:, :, :-1], shapes.slots)
+            pages = fetched[kind].reshape(batch, room, *pool.shape[1:]).swapaxes(1, 2)
+            pool = pool.at[to, head[None, :, None]].set(pages, mode="drop")
+        pools.append(pool.at[at, head[None], offset[:, None]].set(token[kind], mode="drop"))
+    filled = sound & (offset == shapes.page_size - 1)
+    page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
+    keys, values = (pool.at[at, head[None]].get(mode="clip") for pool in pools)
+    index = jax.vmap(shapes.index.extend)(cache.index[layer], page, keys)
+    written = cache.written
+    if shapes.fetches:
+        written = lax.cond(
+            jnp.any(filled),
+            lambda: put_filled(cache.handle, cache.written, layer, page, keys, values),
+            lambda: cache.written,
+        )
+    if not shapes.keeps:
+        near = only(near, used(near, find(near, chosen.open_page)))
+    cache = with_layer(cache, layer, keys=pools[0], values=pools[1], near=near, index=index)
+    total = shapes.pages
+    traffic = counted(cache.traffic, chosen.pages < total, chosen.missing < total)
+    return dataclasses.replace(cache, written=written, traffic=traffic)

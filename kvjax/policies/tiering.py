@@ -1,0 +1,138 @@
+"""What a decode step reads of a long context, what stays near, and where the rest lives."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from kvjax.errors import KvjaxError, check_integer
+from kvjax.policies.budget import Budget
+from kvjax.policies.index import PageIndex, PerPage
+from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.select import Aggregate, Choice
+from kvjax.policies.sketch import MeanKeys, QuestBounds
+
+By = Literal["low-bit", "mean", "quest", "keys"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """Which pages a decode step reads: the K of greatest estimated attention, for every KV head.
+
+    The first and the last full page, and the page that is being filled, are always read.
+
+    Attributes:
+      budget: K as a share of the prompt, pages, tokens or bytes; `by="keys"` and "100%" are exact.
+      by: what pages are chosen by: "low-bit", their keys in `bits` bits; "mean", page means
+        (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds (arXiv:2406.10774);
+        "keys", the exact keys, an oracle that keeps all of them on the device; or any
+        `kvjax.policies.PageIndex`.
+      bits: of low-bit keys, 2, 3 or 4.
+      aggregate: how the attention of the query heads of a KV head becomes one number.
+      pooling: the share of a neighbour's attention that a page counts with; see `Choice`.
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    budget: str = "6.25%"
+    by: By | PageIndex = "low-bit"
+    bits: int = 3
+    aggregate: Aggregate = "sum"
+    pooling: float = 0.0
+
+    def __post_init__(self) -> None:
+        Budget(self.budget)
+        if isinstance(self.by, str):
+            _one_of("by", self.by, get_args(By))
+        elif not isinstance(self.by, PageIndex):
+            raise KvjaxError(
+                f"by is {self.by!r}: must be one of {', '.join(get_args(By))}, or a PageIndex"
+            )
+        self.index()
+        self.choice()
+
+    def index(self) -> PageIndex:
+        """What pages are chosen by, as a program takes it."""
+        if not isinstance(self.by, str):
+            return self.by
+        if self.by == "low-bit":
+            return PerPage(LowBitKeys(self.bits))
+        if self.by == "mean":
+            return PerPage(MeanKeys())
+        return PerPage(QuestBounds() if self.by == "quest" else ExactKeys())
+
+    def choice(self) -> Choice:
+        """Who chooses, as a program takes it."""
+        return Choice(who="head", aggregate=self.aggregate, pooling=self.pooling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which of the pages that steps have read stay near for the next steps.
+
+    Attributes:
+      times: slots for each layer and KV head, in multiples of the K pages of a step; 0 keeps
+        nothing from step to step (use and drop).
+      evict: what makes room: the page of least attention in the current step ("lookahead",
+        KVDrive, arXiv:2605.18071), the one not read for longest ("lru"), or the one read least
+        often ("lfu").
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    times: float = 3.0
+    evict: Literal["lookahead", "lru", "lfu"] = "lookahead"
+
+    def __post_init__(self) -> None:
+        if not (self.times == 0 or 1 <= self.times < math.inf):
+            raise KvjaxError(
+                f"times is {self.times!r}: must be 0 (keep nothing) or a number of at least 1"
+            )
+        _one_of("evict", self.evict, ("lookahead", "lru", "lfu"))
+
+    def slots(self, room: int) -> int:
+        """Slots of a layer and KV head, but for the page that is being filled.
+
+        Args:
+          room: K, pages of a step.
+        """
+        return max(math.ceil(self.times * room), room)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where pages live that are not near.
+
+    Attributes:
+      host_bytes: most bytes of host memory for pages; None is as many as there are pages.
+      store: URL or folder of a page store that holds every page; needed if they exceed
+        `host_bytes`.
+      observe: how many of the prompt's last tokens say which pages are near at first.
+      timeout_s: the longest wait for a read, in seconds.
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    host_bytes: int | None = None
+    store: str | None = None
+    observe: int = 32
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.host_bytes is not None:
+            check_integer("host_bytes", self.host_bytes, 0, " bytes, or None")
+            if self.store is None:
+                raise KvjaxError(
+                    f"host_bytes is {self.host_bytes} and store is None: name a store for the "
+                    f"pages that do not fit, or leave out host_bytes"
+                )
+        check_integer("observe", self.observe, 1)
+        if not 0 < self.timeout_s < math.inf:
+            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be a number of seconds above 0")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise KvjaxError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
