@@ -5,6 +5,8 @@ from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.low_rank import LowRank
+from kvjax.policies.magicpig import MagicPIG
 from kvjax.policies.pqcache import PQCache
 from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Choice, select
@@ -19,6 +21,8 @@ __all__ = [
     "ExactKeys",
     "Hierarchical",
     "LowBitKeys",
+    "LowRank",
+    "MagicPIG",
     "MeanKeys",
     "PQCache",
     "PageIndex",
