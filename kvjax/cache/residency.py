@@ -82,7 +82,7 @@ def ranked(
     elif evict == "lru":
         rank = jnp.where(read, step.astype(jnp.float32), near.rank)
     else:
-        rank = near.rank + read
+        rank = near.rank + read.astype(jnp.float32)
     return dataclasses.replace(near, rank=rank)
 
 
@@ -92,7 +92,7 @@ def admit(
     rank: Float32[Array, "B Hkv K"],
     keep: Bool[Array, "B Hkv S"],
 ) -> tuple[Residency, Int32[Array, "B Hkv K"]]:
-    """Give pages the slots of those that rank least; empty slots go first.
+    """Give pages the slots of those that rank least; empty slots, and NaN ranks, go first.
 
     Args:
       near: what is near.
@@ -105,8 +105,8 @@ def admit(
     """
     total = near.slot_of.shape[2]
     slots, count = near.page_in.shape[2], pages.shape[2]
-    empty = near.page_in >= total
-    order = jnp.where(keep, jnp.inf, jnp.where(empty, -jnp.inf, near.rank))
+    worthless = (near.page_in >= total) | jnp.isnan(near.rank)
+    order = jnp.where(keep, jnp.inf, jnp.where(worthless, -jnp.inf, near.rank))
     free = jax.lax.top_k(-order, min(count, slots))[1].astype(jnp.int32)
     wanted = (pages >= 0) & (pages < total)
     place = jnp.cumsum(wanted, axis=2, dtype=jnp.int32) - 1
