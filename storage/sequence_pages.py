@@ -1,4 +1,4 @@
-"""The pages of sequences that are being decoded, in host memory, for a compiled program."""
+"""The pages of sequences that are being decoded, for a compiled program: in memory or stored."""
 
 import itertools
 from typing import Any
@@ -6,7 +6,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvjax.storage.sessions import Reader
+
 Ids = NDArray[np.int32]
+Weights = NDArray[np.float32]
+
+
+class _Row:
+    """One sequence's pages: those before `first` are read, the others are in memory."""
+
+    def __init__(self, layers: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.first = 0
+        self.reader: Reader | None = None
+        self.layers = [np.zeros(shape, dtype) for _ in range(layers)]  # [2, Hkv, n, P, D]
 
 
 class SequencePages:
@@ -25,7 +37,6 @@ class SequencePages:
     Attributes:
       failure: the first error; None while all is well.
       bytes_moved: keys and values that were handed out.
-      bytes_held: of the arrays.
     """
 
     def __init__(
@@ -38,17 +49,19 @@ class SequencePages:
         page_shape: tuple[int, int],
         dtype: np.dtype[Any],
     ) -> None:
-        shape = (2, rows, heads, pages, *page_shape)
-        self._layers = [np.zeros(shape, dtype) for _ in range(layers)]
+        shape = (2, heads, pages, *page_shape)
+        self._pages, self._dtype = pages, dtype
+        self._rows = [_Row(layers, shape, dtype) for _ in range(rows)]
         self._page_bytes = 2 * page_shape[0] * page_shape[1] * dtype.itemsize
-        self._tickets = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._tickets: dict[int, dict[int, int]] = {}
         self.failure: BaseException | None = None
         self.bytes_moved = 0
 
     @property
     def bytes_held(self) -> int:
-        """Of all pages there is room for; what was never written takes no memory."""
-        return sum(array.nbytes for array in self._layers)
+        """Of the pages in memory that there is room for; what was never written takes none."""
+        return sum(array.nbytes for row in self._rows for array in row.layers)
 
     def put(self, layer: int, row: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Write a sequence's first pages.
@@ -61,9 +74,32 @@ class SequencePages:
         """
         try:
             for kind, pages in enumerate((keys, values)):
-                self._layers[layer][kind, row, :, : len(pages)] = pages.swapaxes(0, 1)
+                self._rows[row].layers[layer][kind, :, : len(pages)] = pages.swapaxes(0, 1)
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
             self.failure = self.failure or error
+
+    def prompt(self, row: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of a sequence's first pages in all layers, [L, count, Hkv, P, D] each.
+
+        Args:
+          row: 0 to B - 1, none of whose pages is stored.
+          count: pages.
+        """
+        both = np.stack([layer[:, :, :count] for layer in self._rows[row].layers], axis=1)
+        keys, values = both.swapaxes(2, 3)
+        return keys, values
+
+    def read_from(self, row: int, reader: Reader, count: int) -> None:
+        """Read a sequence's first pages through a reader from now on, and let go of them here.
+
+        Args:
+          row: 0 to B - 1, none of whose pages is stored.
+          reader: of units of one layer and one KV head with both keys and values.
+          count: pages.
+        """
+        held = self._rows[row]
+        held.first, held.reader = count, reader
+        held.layers = [np.ascontiguousarray(array[:, :, count:]) for array in held.layers]
 
     def append(self, layer: int, page: Ids, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Write the page that each sequence has filled.
@@ -75,24 +111,39 @@ class SequencePages:
           values: as keys.
         """
         try:
-            rows = np.flatnonzero(page < self._layers[layer].shape[3])
-            for kind, pages in enumerate((keys, values)):
-                self._layers[layer][kind, rows, :, page[rows]] = pages[rows]
+            for row in np.flatnonzero(page < self._pages):
+                held = self._rows[row]
+                for kind, pages in enumerate((keys, values)):
+                    held.layers[layer][kind, :, page[row] - held.first] = pages[row]
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
             self.failure = self.failure or error
 
-    def issue(self, layer: int, ids: Ids) -> int:
-        """Nothing to start: pages in host memory are there.
+    def issue(self, layer: int, ids: Ids, worth: Weights) -> int:
+        """Start reading the pages that are stored; those in memory are there.
 
         Args:
           layer: 0 to layers - 1.
           ids: int32 [B, Hkv, K], pages wanted; N or more is none.
+          worth: float32 [B, Hkv, K], attention that each gets: what a reader keeps pages by.
 
         Returns:
           A ticket.
         """
-        del layer, ids
-        return next(self._tickets)
+        number = next(self._numbers)
+        tickets: dict[int, int] = {}
+        if self.failure is None:
+            try:
+                for row, held in enumerate(self._rows):
+                    if held.reader is not None:
+                        head, column = np.nonzero(ids[row] < held.first)
+                        units = _units(layer, head, ids[row, head, column])
+                        mass = np.nan_to_num(worth[row, head, column])
+                        held.reader.touch(units, mass, np.ones_like(mass))
+                        tickets[row] = held.reader.issue(units, demand=True)
+            except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
+                self.failure = error
+        self._tickets[number] = tickets
+        return number
 
     def collect(self, ticket: int, layer: int, ids: Ids) -> NDArray[Any]:
         """Pages, for each KV head its own.
@@ -103,17 +154,38 @@ class SequencePages:
           ids: int32 [B, Hkv, k], the first k of what `issue` was given; the rest was no page.
 
         Returns:
-          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page.
+          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and everywhere once
+          something has failed.
         """
-        del ticket
-        held = self._layers[layer]
-        _, rows, heads, total, *page = held.shape
-        out = np.zeros((2, rows, ids.shape[2], heads, *page), held.dtype)
+        rows, heads, count = ids.shape
+        page = self._rows[0].layers[layer].shape[3:]
+        out = np.zeros((2, rows, count, heads, *page), self._dtype)
+        tickets = self._tickets.pop(ticket, {})
+        if self.failure is not None:
+            return out
         try:
-            row, head, column = np.nonzero(ids < total)
-            for kind in range(2):
-                out[kind, row, column, head] = held[kind, row, head, ids[row, head, column]]
-            self.bytes_moved += len(row) * self._page_bytes
+            for row, held in enumerate(self._rows):
+                own = ids[row]
+                head, column = np.nonzero((own >= held.first) & (own < self._pages))
+                at = own[head, column] - held.first
+                for kind in range(2):
+                    out[kind, row, column, head] = held.layers[layer][kind, head, at]
+                moved = len(head)
+                if held.reader is not None:
+                    head, column = np.nonzero(own < held.first)
+                    got = held.reader.collect(tickets[row])  # [n, 1, 1, 2, P, D]
+                    for kind in range(2):
+                        out[kind, row, column, head] = got[:, 0, 0, kind]
+                    moved += len(head)
+                self.bytes_moved += moved * self._page_bytes
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-            self.failure = self.failure or error
+            self.failure = error
+            out[:] = 0
         return out
+
+
+def _units(layer: int, head: NDArray[Any], page: Ids) -> Ids:
+    """Units [n, 4] of one layer: layer group, head group, kind and page of each."""
+    units = np.zeros((len(page), 4), np.int32)
+    units[:, 0], units[:, 1], units[:, 3] = layer, head, page
+    return units

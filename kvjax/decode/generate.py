@@ -17,7 +17,7 @@ from kvjax.decode.generate_loop import draw_rows
 from kvjax.decode.meter import Meter
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import Generation
-from kvjax.decode.sampling import Sampling, make_sampler
+from kvjax.decode.sampling import Sampling
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import (
     DecodeState,
@@ -108,7 +108,7 @@ def generate(
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     if cache.select is not None:
         call = TieredCall(model, ids, new_tokens=limit, cache=cache)
-        rules = _rules(model, sampling, key, stops, limit, len(ids), call.shapes.batch)
+        rules = inputs.rules(model, sampling, key, stops, limit, len(ids), call.shapes.batch)
         return _over_tiers(call, model, ids, stops, rules, progress or _silent, meter)
     shapes = plan(
         model.config,
@@ -122,7 +122,7 @@ def generate(
     arguments = (
         model.params,
         inputs.flat_prompts(ids, shapes),
-        _rules(model, sampling, key, stops, limit, len(ids), shapes.batch),
+        inputs.rules(model, sampling, key, stops, limit, len(ids), shapes.batch),
     )
     report("compile", 0.0)
     program = meter.program(_generate, (model.graphdef, shapes), *arguments)
@@ -144,23 +144,6 @@ def generate(
             new_tokens=sum(map(len, rows)),
             pages_used=int(result.pages_used),
         ),
-    )
-
-
-def _rules(
-    model: Model,
-    sampling: Sampling,
-    key: jax.Array | int | None,
-    stops: list[int],
-    limit: int,
-    rows: int,
-    batch: int,
-) -> Rules:
-    return Rules(
-        sampler=make_sampler(sampling, model.config.vocab_size),
-        key=inputs.prng_key(key),
-        stop_tokens=inputs.padded_stops(stops),
-        limits=inputs.row_limits(rows, limit, batch),
     )
 
 

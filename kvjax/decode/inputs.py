@@ -13,8 +13,9 @@ from jaxtyping import Int
 
 from kvjax.cache import PagedKVCache, init
 from kvjax.decode.program import compiled
+from kvjax.decode.sampling import Sampling, make_sampler
 from kvjax.decode.shapes import Shapes
-from kvjax.decode.step import Prompts
+from kvjax.decode.step import Prompts, Rules
 from kvjax.errors import KvjaxError, as_kvjax_error, is_integer
 from kvjax.model import Model
 from kvjax.models import check_tokens
@@ -187,6 +188,34 @@ def flat_prompts(prompts: Sequence[Sequence[int]], shapes: Shapes) -> Prompts:
     cu = np.full(shapes.batch + 1, flat.size, np.int32)
     cu[: len(prompts) + 1] = np.concatenate([[0], np.cumsum([len(p) for p in prompts])])
     return Prompts(tokens=jnp.asarray(stream), cu_lengths=jnp.asarray(cu))
+
+
+def rules(
+    model: Model,
+    sampling: Sampling,
+    key: jax.Array | int | None,
+    stops: Sequence[int],
+    limit: int,
+    rows: int,
+    batch: int,
+) -> Rules:
+    """How a call's tokens are drawn and when its rows end.
+
+    Args:
+      model: for the size of its vocabulary.
+      sampling: how to draw.
+      key: as `prng_key` takes it.
+      stops: ids that end a row.
+      limit: most tokens a row may draw.
+      rows: that hold a prompt.
+      batch: B, rows of the program.
+    """
+    return Rules(
+        sampler=make_sampler(sampling, model.config.vocab_size),
+        key=prng_key(key),
+        stop_tokens=padded_stops(stops),
+        limits=row_limits(rows, limit, batch),
+    )
 
 
 def row_limits(count: int, limit: int, batch: int) -> jax.Array:

@@ -42,6 +42,17 @@ class PrefixStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class TierReads:
+    """What a tiered call read from a page store. A unit is one KV head's page of one layer."""
+
+    bytes_read: int  # keys and values that came from the store
+    host_hits: int  # units that were in host memory
+    units: int  # units that were needed
+    wait_seconds: float  # the program waited for reads
+    host_bytes: int  # of host memory that keeps units
+
+
+@dataclasses.dataclass(frozen=True)
 class TierStats:
     """What decoding over tiers moved, in pages and bytes.
 
@@ -55,7 +66,8 @@ class TierStats:
     bytes_moved: int  # keys and values that were fetched for that
     index_bytes: int  # what pages are chosen by, on the device
     device_bytes: int  # of the slots
-    host_bytes: int  # of host memory that has room for every page
+    host_bytes: int  # of host memory that has room for every page, or every page not in the store
+    store: TierReads | None = None  # where prompts' pages are in a store
 
     @property
     def hit_ratio(self) -> float | None:

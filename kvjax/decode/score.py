@@ -59,6 +59,10 @@ def score(
     """
     meter = Meter()
     cache = inputs.given_or_default("cache", cache, CacheConfig)
+    if cache.select is not None:
+        raise KvjaxError(
+            "cache.select is given: scoring prefills, which reads every page; leave out select"
+        )
     ids = inputs.token_ids(model, text, "text")
     if len(ids) < 2:
         raise KvjaxError("text has 1 token: scoring needs at least 2, one to predict from")

@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -14,10 +14,13 @@ from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
-from kvjax.decode.results import StreamEvent
-from kvjax.decode.sampling import Sampling, make_sampler
+from kvjax.decode.results import FinishReason, StreamEvent
+from kvjax.decode.sampling import Sampling
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import DecodeState, Rules, decode_step, draw
+from kvjax.decode.tiered import TieredCall
+from kvjax.decode.tiered_state import TieredShapes
+from kvjax.decode.tiered_step import tiered_step
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.models.tokenizer import StreamDecoder
@@ -69,8 +72,19 @@ def stream(
     cache = inputs.given_or_default("cache", cache, CacheConfig)
     if not isinstance(prefixes, PrefixCache | None):
         raise KvjaxError(f"prefixes is {prefixes!r}: must be a kvjax.PrefixCache, or None")
+    if prefixes is not None and cache.select is not None:
+        raise KvjaxError(
+            "prefixes are given and cache.select too: a stored prefix is chosen from once, before "
+            "the first token, with its own budget; leave out one of them"
+        )
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
+    report = progress or (lambda phase, share: None)
+    if cache.select is not None:
+        call = TieredCall(model, [ids], new_tokens=limit, cache=cache)
+        rules = inputs.rules(model, sampling, key, stops, limit, 1, call.shapes.batch)
+        spent = time.perf_counter() - began
+        return _events_over_tiers(call, model, ids, stops, rules, report, spent)
     shapes = plan(
         model.config,
         cache_spec(model, cache),
@@ -80,13 +94,7 @@ def stream(
         cache=cache,
     )
     shapes = dataclasses.replace(shapes, room=1)  # tokens are given, not gathered
-    rules = Rules(
-        sampler=make_sampler(sampling, model.config.vocab_size),
-        key=inputs.prng_key(key),
-        stop_tokens=inputs.padded_stops(stops),
-        limits=inputs.row_limits(1, limit, shapes.batch),
-    )
-    report = progress or (lambda phase, share: None)
+    rules = inputs.rules(model, sampling, key, stops, limit, 1, shapes.batch)
     # What passes until the first event is asked for is not ours.
     spent = time.perf_counter() - began
     return _events(model, ids, stops, shapes, cache, rules, report, spent, prefixes)
@@ -116,11 +124,80 @@ def _events(
     progress("compile", 0.5)
     static = (model.graphdef, shapes)
     opening = meter.program(_draw, static, model.params, state, rules, **IN_PLACE)
-    step = meter.program(_step, static, model.params, state, rules, **IN_PLACE)
+    program = meter.program(_step, static, model.params, state, rules, **IN_PLACE)
     progress("compile", 1.0)
     if not isinstance(found, Loaded):
         state = prefill(state, progress)
     state = opening(model.params, state, rules)
+    last = yield from _tokens(
+        model, state, lambda state: program(model.params, state, rules), stops, shapes, meter
+    )
+    stats = meter.stats(
+        shapes,
+        prompt_tokens=len(ids),
+        new_tokens=last.drawn,
+        pages_used=shapes.num_pages - int(last.state.cache.pages_free),
+        ttft_seconds=last.ttft_seconds,
+        prefix=found.stats if isinstance(found, Loaded) else None,
+        prefix_unused=found.reason if isinstance(found, NotLoaded) else None,
+    )
+    yield StreamEvent(last.token, last.text, last.reason, stats)
+
+
+def _events_over_tiers(
+    call: TieredCall,
+    model: Model,
+    ids: list[int],
+    stops: list[int],
+    rules: Rules,
+    progress: Progress,
+    spent: float,
+) -> Iterator[StreamEvent]:
+    meter = Meter(spent)
+    with call.prefilled(rules, meter, progress) as state:
+        static = (model.graphdef, call.shapes)
+        opening = meter.program(_draw, static, model.params, state, rules, **IN_PLACE)
+        program = meter.program(_tiered_step, static, model.params, state, rules, **IN_PLACE)
+
+        def step(state: DecodeState) -> DecodeState:
+            state = jax.block_until_ready(program(model.params, state, rules))
+            call.check()
+            return state
+
+        state = opening(model.params, state, rules)
+        last = yield from _tokens(model, state, step, stops, call.shapes, meter)
+        tiers = call.stats(last.state)
+    stats = meter.stats(
+        call.shapes,
+        prompt_tokens=len(ids),
+        new_tokens=last.drawn,
+        pages_used=tiers.slots,
+        ttft_seconds=last.ttft_seconds,
+        tiers=tiers,
+    )
+    yield StreamEvent(last.token, last.text, last.reason, stats)
+
+
+class _Last(NamedTuple):
+    """The last token, which ends the stream."""
+
+    token: int
+    text: str
+    reason: FinishReason
+    drawn: int  # tokens
+    ttft_seconds: float
+    state: DecodeState
+
+
+def _tokens(
+    model: Model,
+    state: DecodeState,
+    step: Callable[[DecodeState], DecodeState],
+    stops: list[int],
+    shapes: Shapes | TieredShapes,
+    meter: Meter,
+) -> Generator[StreamEvent, None, _Last]:
+    """Give every token but the last as it is drawn; returns the last."""
     detokenizer = None if model.tokenizer is None else StreamDecoder(model.tokenizer)
     drawn = 0
     ttft = None
@@ -140,25 +217,22 @@ def _events(
             text = "" if token in stops else detokenizer.step(token)
             text += detokenizer.finish() if code else ""
         if code is not None:
-            break
+            return _Last(token, text, code, drawn, ttft, state)
         yield StreamEvent(token, text, None, None)
-        state = step(model.params, state, rules)
-    stats = meter.stats(
-        shapes,
-        prompt_tokens=len(ids),
-        new_tokens=drawn,
-        pages_used=shapes.num_pages - int(state.cache.pages_free),
-        ttft_seconds=ttft,
-        prefix=found.stats if isinstance(found, Loaded) else None,
-        prefix_unused=found.reason if isinstance(found, NotLoaded) else None,
-    )
-    yield StreamEvent(token, text, code, stats)
+        state = step(state)
 
 
-def _draw(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: Rules) -> DecodeState:
+def _draw(static: tuple[Any, Any], params: Any, state: DecodeState, rules: Rules) -> DecodeState:
     return draw(nnx.merge(static[0], params), state, rules)
 
 
 def _step(static: tuple[Any, Shapes], params: Any, state: DecodeState, rules: Rules) -> DecodeState:
     graphdef, shapes = static
     return decode_step(nnx.merge(graphdef, params), state, rules, implementation=shapes.attention)
+
+
+def _tiered_step(
+    static: tuple[Any, TieredShapes], params: Any, state: DecodeState, rules: Rules
+) -> DecodeState:
+    graphdef, shapes = static
+    return tiered_step(nnx.merge(graphdef, params), shapes, state, rules)

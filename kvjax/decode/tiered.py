@@ -22,11 +22,12 @@ from kvjax.decode.step import DecodeState, Rules, draw, start
 from kvjax.decode.tiered_prefill import prefill_row
 from kvjax.decode.tiered_state import TieredShapes, empty_tiers
 from kvjax.decode.tiered_step import tiered_step
+from kvjax.decode.tiered_store import PromptStore
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.policies import Window
 from kvjax.policies.budget import Budget
-from kvjax.spec import pages_for
+from kvjax.spec import KVSpec, pages_for
 from kvjax.storage.handles import opened
 from kvjax.storage.sequence_pages import SequencePages
 
@@ -56,6 +57,7 @@ class TieredCall:
         self._place = cache.place
         self.shapes, self._counts = _plan(model, [len(row) for row in ids], new_tokens, cache)
         self._pages: SequencePages | None = None
+        self._store: PromptStore | None = None
 
     @contextlib.contextmanager
     def prefilled(self, rules: Rules, meter: Meter, progress: Progress) -> Iterator[DecodeState]:
@@ -72,6 +74,8 @@ class TieredCall:
             if shapes.fetches:
                 self._pages = _elsewhere(shapes)
                 handle = during.enter_context(opened(self._pages))
+                if self._place is not None and self._place.store is not None:
+                    self._store = PromptStore(self._place, during)
             made = meter.program(_start, (model.config.hidden_size, shapes), rules.limits)
             state = made(rules.limits)
             cache = dataclasses.replace(state.cache, handle=jnp.int32(handle))
@@ -91,6 +95,8 @@ class TieredCall:
                 )
                 state = jax.block_until_ready(program(model.params, state, *given))
                 self.check()
+                if self._store is not None and self._pages is not None:
+                    self._store.keep(model, ids, row, self._pages, shapes.page_size)
             progress("prefill", 1.0)
             yield state
 
@@ -121,6 +127,7 @@ class TieredCall:
             index_bytes=sum(x.nbytes for x in jax.tree.leaves(cache.index)),
             device_bytes=sum(x.nbytes for x in pools),
             host_bytes=0 if self._pages is None else self._pages.bytes_held,
+            store=None if self._store is None else self._store.reads(),
         )
 
 
@@ -173,12 +180,15 @@ def _plan(
         for n in lengths
     ]
     room = min(max(half_step(max(counts)), least), pages)
+    batch = power_of_two(len(lengths))
     window = cache.window or Window()
-    slots = min(window.slots(room) + 1, pages) if place is not None else pages
+    slots = pages if place is None else min(window.slots(room) + 1, pages)
+    if place is not None and place.device_bytes is not None:
+        slots = min(slots, _affordable(place.device_bytes, room, pages, batch, spec, size))
     return (
         TieredShapes(
             spec=spec,
-            batch=power_of_two(len(lengths)),
+            batch=batch,
             tokens=tokens,
             pages=pages,
             page_size=size,
@@ -195,6 +205,25 @@ def _plan(
         ),
         counts,
     )
+
+
+def _affordable(
+    device_bytes: int, room: int, pages: int, batch: int, spec: KVSpec, page_size: int
+) -> int:
+    """Slots that device memory has room for.
+
+    Raises:
+      KvjaxError: they are fewer than a step reads.
+    """
+    a_slot = batch * spec.bytes_per_page(page_size)
+    slots, least = device_bytes // a_slot, min(room + 1, pages)
+    if slots < least:
+        raise KvjaxError(
+            f"device_bytes is {device_bytes}: the {room} pages of a step and the page that is "
+            f"being filled need {least * a_slot} bytes for {batch} rows; raise it to that, or "
+            f"lower the budget"
+        )
+    return slots
 
 
 def check_layers(model: Model) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.storage.handles import held
 
@@ -72,6 +72,7 @@ def issue(
     written: Int32[Array, ""],
     layer: int,
     ids: Int32[Array, "B Hkv K"],
+    worth: Float32[Array, "B Hkv K"],
 ) -> Int32[Array, ""]:
     """Start reading pages; returns a ticket at once.
 
@@ -80,8 +81,9 @@ def issue(
       written: what the last write returned.
       layer: whose pages.
       ids: int32 [B, Hkv, K]; N or more is none.
+      worth: float32 [B, Hkv, K], attention that each gets.
     """
-    ticket: Array = io_callback(functools.partial(_issue, layer), _INT, handle, written, ids)
+    ticket: Array = io_callback(functools.partial(_issue, layer), _INT, handle, written, ids, worth)
     return ticket
 
 
@@ -134,9 +136,9 @@ def _append(layer: int, handle: Any, written: Any, page: Any, keys: Any, values:
     return np.int32(int(written) + 1)
 
 
-def _issue(layer: int, handle: Any, written: Any, ids: Any) -> np.int32:
+def _issue(layer: int, handle: Any, written: Any, ids: Any, worth: Any) -> np.int32:
     del written
-    return np.int32(held(int(handle)).issue(layer, np.asarray(ids)))
+    return np.int32(held(int(handle)).issue(layer, np.asarray(ids), np.asarray(worth)))
 
 
 def _collect(layer: int, handle: Any, ticket: Any, ids: Any) -> Any:

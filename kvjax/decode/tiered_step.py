@@ -85,7 +85,8 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         chosen = _select(step, layer, q, cache)
         fetched = None
         if shapes.fetches:
-            ticket = issue(cache.handle, cache.written, layer, chosen.missing)
+            worth = _mass_of(chosen, chosen.missing)
+            ticket = issue(cache.handle, cache.written, layer, chosen.missing, worth)
             q, ticket = lax.optimization_barrier((q, ticket))  # before anything is read
         parts = [_attend_near(step, layer, q, cache, chosen), _attend_token(step, layer, q, k, v)]
         if shapes.fetches:
@@ -134,6 +135,12 @@ def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCac
         open_page=open_page,
         open_slot=jnp.where(begun, find(near, open_page), shapes.slots),
     )
+
+
+def _mass_of(chosen: _Selected, pages: Int32[Array, "B Hkv n"]) -> Float32[Array, "B Hkv n"]:
+    """Attention that pages get; anything for what is none."""
+    there = jnp.clip(pages, 0, chosen.mass.shape[2] - 1)
+    return jnp.take_along_axis(chosen.mass, there, axis=2)
 
 
 def _attend_near(
@@ -222,8 +229,7 @@ def _admitted(
     fresh = jnp.where(first[:, None, None], chosen.open_page, shapes.pages)
     coming = jnp.concatenate([chosen.missing, fresh], axis=2)
     if shapes.evict == "lookahead":
-        there = jnp.clip(coming, 0, shapes.pages - 1)
-        rank = jnp.take_along_axis(chosen.mass, there, axis=2)
+        rank = _mass_of(chosen, coming)
     else:
         value = step.number.astype(jnp.float32) if shapes.evict == "lru" else jnp.float32(1)
         rank = jnp.broadcast_to(value, coming.shape)

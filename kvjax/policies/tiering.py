@@ -105,9 +105,12 @@ class Place:
     """Where pages live that are not near.
 
     Attributes:
-      host_bytes: most bytes of host memory for pages; None is as many as there are pages.
-      store: URL or folder of a page store that holds every page; needed if they exceed
-        `host_bytes`.
+      device_bytes: most bytes of device memory for pages that stay near; None is what the window
+        says. What pages are chosen by comes on top.
+      host_bytes: most bytes of host memory for a prompt's pages where a store holds them all;
+        without a store, host memory holds them all.
+      store: URL or folder of a page store that holds every full page of the prompts; later calls
+        find them there. Pages of generated tokens are in host memory.
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds.
 
@@ -115,19 +118,21 @@ class Place:
       KvjaxError: a field is not what it must be.
     """
 
+    device_bytes: int | None = None
     host_bytes: int | None = None
     store: str | None = None
     observe: int = 32
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.host_bytes is not None:
-            check_integer("host_bytes", self.host_bytes, 0, " bytes, or None")
-            if self.store is None:
-                raise KvjaxError(
-                    f"host_bytes is {self.host_bytes} and store is None: name a store for the "
-                    f"pages that do not fit, or leave out host_bytes"
-                )
+        for name in ("device_bytes", "host_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, " bytes, or None")
+        if self.host_bytes is not None and self.store is None:
+            raise KvjaxError(
+                f"host_bytes is {self.host_bytes} and store is None: name a store for the pages "
+                f"that do not fit, or leave out host_bytes"
+            )
         check_integer("observe", self.observe, 1)
         if not 0 < self.timeout_s < math.inf:
             raise KvjaxError(f"timeout_s is {self.timeout_s}: must be a number of seconds above 0")
