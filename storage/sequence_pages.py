@@ -50,7 +50,7 @@ class SequencePages:
         dtype: np.dtype[Any],
     ) -> None:
         shape = (2, heads, pages, *page_shape)
-        self._pages, self._dtype = pages, dtype
+        self._pages, self._page, self._dtype = pages, page_shape, dtype
         self._rows = [_Row(layers, shape, dtype) for _ in range(rows)]
         self._page_bytes = 2 * page_shape[0] * page_shape[1] * dtype.itemsize
         self._numbers = itertools.count(1)
@@ -111,7 +111,7 @@ class SequencePages:
           values: as keys.
         """
         try:
-            for row in np.flatnonzero(page < self._pages):
+            for row in np.flatnonzero((page >= 0) & (page < self._pages)):
                 held = self._rows[row]
                 for kind, pages in enumerate((keys, values)):
                     held.layers[layer][kind, :, page[row] - held.first] = pages[row]
@@ -134,15 +134,16 @@ class SequencePages:
         if self.failure is None:
             try:
                 for row, held in enumerate(self._rows):
-                    if held.reader is not None:
-                        head, column = np.nonzero(ids[row] < held.first)
+                    head, column = np.nonzero((ids[row] >= 0) & (ids[row] < held.first))
+                    if held.reader is not None and len(head):
                         units = _units(layer, head, ids[row, head, column])
                         mass = np.nan_to_num(worth[row, head, column])
                         held.reader.touch(units, mass, np.ones_like(mass))
                         tickets[row] = held.reader.issue(units, demand=True)
             except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
                 self.failure = error
-        self._tickets[number] = tickets
+        if tickets:  # where nothing is missing, nobody collects
+            self._tickets[number] = tickets
         return number
 
     def collect(self, ticket: int, layer: int, ids: Ids) -> NDArray[Any]:
@@ -158,8 +159,7 @@ class SequencePages:
           something has failed.
         """
         rows, heads, count = ids.shape
-        page = self._rows[0].layers[layer].shape[3:]
-        out = np.zeros((2, rows, count, heads, *page), self._dtype)
+        out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
         if self.failure is not None:
             return out
@@ -171,8 +171,8 @@ class SequencePages:
                 for kind in range(2):
                     out[kind, row, column, head] = held.layers[layer][kind, head, at]
                 moved = len(head)
-                if held.reader is not None:
-                    head, column = np.nonzero(own < held.first)
+                if held.reader is not None and row in tickets:
+                    head, column = np.nonzero((own >= 0) & (own < held.first))
                     got = held.reader.collect(tickets[row])  # [n, 1, 1, 2, P, D]
                     for kind in range(2):
                         out[kind, row, column, head] = got[:, 0, 0, kind]

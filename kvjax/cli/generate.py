@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax import decode
-from kvjax.cli import options, prompt, stored
+from kvjax.cli import options, prompt, stored, tiers
 from kvjax.cli.console import Bars, bars
 from kvjax.cli.running import open_model, show_stats, stats_as_json
 from kvjax.config import CacheConfig
@@ -18,7 +18,10 @@ from kvjax.model import Model
 
 
 @options.with_options(
-    sampling=options.sampling_options, cache=options.cache_options, config=stored.prefix_options
+    sampling=options.sampling_options,
+    cache=options.cache_options,
+    config=stored.prefix_options,
+    selected=tiers.tier_options,
 )
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
@@ -71,16 +74,19 @@ def generate(
     sampling: Sampling,
     cache: CacheConfig,
     config: PrefixConfig,
+    selected: tiers.TierOptions,
 ) -> None:
     """Continue a text, or answer a question about one.
 
     The text goes to stdout, progress and the closing table go to stderr.
 
     With --prefix, or where --store holds the prompt's beginning, that is not computed anew: a
-    budget's worth of its pages is read.
+    budget's worth of its pages is read. With --select, every step reads the pages that it needs
+    most; the others stay in host memory, or in --store.
 
     Example: kvjax generate --chat --file report.txt "What was the profit in 2019?"
     Example: kvjax generate --prefix KEY --budget 25% "What was the profit in 2019?"
+    Example: kvjax generate --select low-bit --device-budget 64MB --file report.txt "In short:"
     """
     if system is not None and not chat:
         raise KvjaxError("--system needs --chat: a plain text has no system turn")
@@ -91,13 +97,26 @@ def generate(
             f"--seed is {seed} and --temperature 0, which takes the likeliest token and draws "
             f"nothing: give a temperature, such as 1, or leave out --seed"
         )
+    if prefix is not None and selected.select is not None:
+        raise KvjaxError(
+            "--prefix and --select: a stored document's pages are chosen once, before the first "
+            "token; leave out one of them"
+        )
+    cache = tiers.with_tiers(
+        cache,
+        selected,
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        store=store,
+        read_timeout=config.timeout_s,
+    )
     content = prompt.gather(text, file, stdin)
     with bars() as progress:
         opened, load_seconds = open_model(
             model, dtype=dtype, cache_dir=cache_dir, progress=progress
         )
         prefixes = None
-        if prefix is not None or store is not None:
+        if selected.select is None and (prefix is not None or store is not None):
             prefixes = stored.open_prefixes(store, cache_dir, config)
         asked: str | list[int] = prompt.as_chat(opened, content, system) if chat else content
         if prefixes is not None and prefix is not None:

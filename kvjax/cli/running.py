@@ -7,6 +7,7 @@ from typing import Any
 
 from kvjax import programs
 from kvjax.cli.console import Bars, size_of, table
+from kvjax.cli.tiers import tier_rows
 from kvjax.decode import PrefixStats, Stats
 from kvjax.load import load
 from kvjax.model import Model
@@ -42,6 +43,8 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
         rows.append((f"cache, {dtype}", size_of(count)))
     if stats.prefix is not None:
         rows += prefix_rows(stats.prefix)
+    if stats.tiers is not None:
+        rows += tier_rows(stats.tiers)
     if stats.prefix_unused is not None:
         rows.append(("stored pages", f"not used: {stats.prefix_unused}"))
     if verbose:

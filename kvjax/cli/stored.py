@@ -17,6 +17,8 @@ from kvjax.storage.page_store import PageStore
 
 PANEL = "Stored prefixes"
 
+HOST_BUDGET = f"{PrefixConfig.host_bytes >> 20}MiB"
+
 CHAT = ", chat"
 """How the label of a document ends that opens a chat's first turn."""
 
@@ -127,12 +129,17 @@ def prefix_options(
     ] = PrefixConfig.on_read_failure,
     read_timeout: ReadTimeout = PrefixConfig.timeout_s,
     host_budget: Annotated[
-        int, typer.Option(min=0, help="MB of host memory for stored pages.", rich_help_panel=PANEL)
-    ] = PrefixConfig.host_bytes >> 20,
+        str,
+        typer.Option(help="Host memory for stored pages, such as 256MB.", rich_help_panel=PANEL),
+    ] = HOST_BUDGET,
     device_budget: Annotated[
-        int,
-        typer.Option(min=0, help="MB of device memory for stored pages.", rich_help_panel=PANEL),
-    ] = PrefixConfig.device_bytes >> 20,
+        str,
+        typer.Option(
+            help="Device memory for stored pages, such as 64MB, or 0; with --select, for pages "
+            "that stay near, and 0 is what the window says.",
+            rich_help_panel=PANEL,
+        ),
+    ] = "0",
     placement: Annotated[
         str,
         typer.Option(
@@ -154,8 +161,8 @@ def prefix_options(
         prefetch=prefetch,
         load_policy=load_policy,  # type: ignore[arg-type]
         on_read_failure=on_read_failure,  # type: ignore[arg-type]
-        host_bytes=host_budget << 20,
-        device_bytes=device_budget << 20,
+        host_bytes=_budget("--host-budget", host_budget),
+        device_bytes=_budget("--device-budget", device_budget),
         placement=placement,  # type: ignore[arg-type]
         timeout_s=read_timeout,
     )
@@ -212,7 +219,11 @@ def finish(prefixes: PrefixCache) -> None:
     prefixes.store.flush()  # or this use may not be counted: the process ends here
 
 
-def bytes_of(text: str) -> int:
+def _budget(option: str, text: str) -> int:
+    return 0 if text.strip() == "0" else bytes_of(text, option)
+
+
+def bytes_of(text: str, what: str = "max_bytes") -> int:
     """The bytes that a text such as "2GB" means.
 
     >>> bytes_of("1.5 MiB"), bytes_of("2GB")
@@ -227,7 +238,7 @@ def bytes_of(text: str) -> int:
         step = 1024 if found["binary"] else 1000
         size = int(float(found["amount"]) * step ** " kmgt".index(found["step"].lower() or " "))
     if size < 1:
-        raise KvjaxError(f"max_bytes is {text!r}: must be an amount and a unit, such as '2GB'")
+        raise KvjaxError(f"{what} is {text!r}: must be an amount and a unit, such as '2GB'")
     return size
 
 

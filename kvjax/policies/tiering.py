@@ -6,12 +6,15 @@ from typing import Literal, get_args
 
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.budget import Budget
+from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.select import Aggregate, Choice
 from kvjax.policies.sketch import MeanKeys, QuestBounds
 
-By = Literal["low-bit", "mean", "quest", "keys"]
+By = Literal["low-bit", "hierarchical", "kvdrive", "mean", "quest", "keys"]
+NAMES: tuple[str, ...] = get_args(By)
+"""What pages may be chosen by, as `Select.by` names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +25,11 @@ class Select:
 
     Attributes:
       budget: K as a share of the prompt, pages, tokens or bytes; `by="keys"` and "100%" are exact.
-      by: what pages are chosen by: "low-bit", their keys in `bits` bits; "mean", page means
-        (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds (arXiv:2406.10774);
-        "keys", the exact keys, an oracle that keeps all of them on the device; or any
-        `kvjax.policies.PageIndex`.
+      by: what pages are chosen by: "low-bit", their keys in `bits` bits; "hierarchical", the same
+        for the pages that centroids find; "kvdrive", page means for these (arXiv:2605.18071);
+        "mean", page means (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds
+        (arXiv:2406.10774); "keys", the exact keys, an oracle that keeps all of them on the device;
+        or any `kvjax.policies.PageIndex`.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the attention of the query heads of a KV head becomes one number.
       pooling: the share of a neighbour's attention that a page counts with; see `Choice`.
@@ -43,10 +47,10 @@ class Select:
     def __post_init__(self) -> None:
         Budget(self.budget)
         if isinstance(self.by, str):
-            _one_of("by", self.by, get_args(By))
+            _one_of("by", self.by, NAMES)
         elif not isinstance(self.by, PageIndex):
             raise KvjaxError(
-                f"by is {self.by!r}: must be one of {', '.join(get_args(By))}, or a PageIndex"
+                f"by is {self.by!r}: must be one of {', '.join(NAMES)}, or a PageIndex"
             )
         self.index()
         self.choice()
@@ -55,11 +59,15 @@ class Select:
         """What pages are chosen by, as a program takes it."""
         if not isinstance(self.by, str):
             return self.by
-        if self.by == "low-bit":
-            return PerPage(LowBitKeys(self.bits))
-        if self.by == "mean":
-            return PerPage(MeanKeys())
-        return PerPage(QuestBounds() if self.by == "quest" else ExactKeys())
+        named: dict[str, PageIndex] = {
+            "low-bit": PerPage(LowBitKeys(self.bits)),
+            "hierarchical": Hierarchical(LowBitKeys(self.bits)),
+            "kvdrive": Hierarchical(MeanKeys()),
+            "mean": PerPage(MeanKeys()),
+            "quest": PerPage(QuestBounds()),
+            "keys": PerPage(ExactKeys()),
+        }
+        return named[self.by]
 
     def choice(self) -> Choice:
         """Who chooses, as a program takes it."""

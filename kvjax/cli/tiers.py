@@ -1,0 +1,123 @@
+"""Options of commands whose decode steps read selected pages of a context that does not fit."""
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.console import size_of
+from kvjax.config import CacheConfig
+from kvjax.decode.results import TierStats
+from kvjax.errors import KvjaxError
+from kvjax.policies import Place, Select, Window
+from kvjax.policies.tiering import NAMES
+
+PANEL = "Selected pages"
+
+
+@dataclasses.dataclass(frozen=True)
+class TierOptions:
+    """What a command was told about selecting pages.
+
+    Attributes:
+      select: how; None reads all pages in every step.
+      window: what stays near.
+    """
+
+    select: Select | None
+    window: Window
+
+
+def tier_options(
+    select: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Read only selected pages in every step, by: {', '.join(NAMES)}.",
+            rich_help_panel=PANEL,
+            show_default="all pages are read",
+        ),
+    ] = None,
+    step_budget: Annotated[
+        str,
+        typer.Option(
+            help="Pages that a step reads, for every KV head: '5%', '64 pages', '1024 tokens'. "
+            "Below 100% the answer is an approximation.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Select.budget,
+    window: Annotated[
+        float,
+        typer.Option(
+            help="Pages that stay near from step to step, in multiples of those that a step reads.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Window.times,
+    evict: Annotated[
+        str,
+        typer.Option(
+            help="What makes room for others: lookahead, lru or lfu.", rich_help_panel=PANEL
+        ),
+    ] = Window.evict,
+) -> TierOptions:
+    """How a step's pages are selected; every command that decodes takes these."""
+    chosen = None
+    if select is not None:
+        chosen = Select(budget=step_budget, by=select)  # type: ignore[arg-type]  # Select refuses
+    return TierOptions(chosen, Window(times=window, evict=evict))  # type: ignore[arg-type]
+
+
+def with_tiers(
+    cache: CacheConfig,
+    tiers: TierOptions,
+    *,
+    device_bytes: int,
+    host_bytes: int,
+    store: str | None,
+    read_timeout: float,
+) -> CacheConfig:
+    """The cache of a command that may select pages.
+
+    Args:
+      cache: without.
+      tiers: what was said of it.
+      device_bytes: for pages that stay near; 0 is what the window says.
+      host_bytes: for pages of the store.
+      store: where every page of the prompt goes; None is host memory.
+      read_timeout: in seconds.
+
+    Raises:
+      KvjaxError: they do not go together.
+    """
+    if tiers.select is None:
+        if tiers.window != Window():
+            raise KvjaxError(
+                "--window and --evict are of use with --select only: say what selects the pages, "
+                "such as --select low-bit"
+            )
+        return cache
+    place = Place(
+        device_bytes=device_bytes or None,
+        host_bytes=None if store is None else host_bytes,
+        store=store,
+        timeout_s=read_timeout,
+    )
+    return dataclasses.replace(cache, select=tiers.select, window=tiers.window, place=place)
+
+
+def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:
+    """What selected pages moved, as rows of a table."""
+    ratio = tiers.hit_ratio
+    rows = [
+        ("pages a step reads, slots", f"{tiers.pages_chosen:,}, {tiers.slots:,}"),
+        ("were near", "-" if ratio is None else f"{ratio:.1%} of {tiers.reads:,}"),
+        ("fetched", size_of(tiers.bytes_moved)),
+        ("index", size_of(tiers.index_bytes)),
+        ("host memory", size_of(tiers.host_bytes + (tiers.store.host_bytes if tiers.store else 0))),
+    ]
+    if tiers.store is not None:
+        rows += [
+            ("read from the store", size_of(tiers.store.bytes_read)),
+            ("of the store, in memory", f"{tiers.store.host_hits:,} of {tiers.store.units:,}"),
+            ("waited for reads", f"{tiers.store.wait_seconds:.3f} s"),
+        ]
+    return rows
