@@ -1,13 +1,12 @@
 """Which pages are near: against a simulation in plain Python, over random steps."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.cache.residency import admit, find, nothing_near, only, ranked, used
+from tests.kvjax.cache.plain_slots import Slots
 
 B, H, N, S, K = 2, 3, 11, 5, 4
 
@@ -18,46 +17,12 @@ do_admit = jax.jit(admit)
 do_only = jax.jit(only)
 
 
-class Head:
-    """The slots of one KV head."""
-
-    def __init__(self):
-        self.page_in = [None] * S
-        self.rank = [0.0] * S
-
-    def find(self, page):
-        return self.page_in.index(page) if 0 <= page < N and page in self.page_in else S
-
-    def ranked(self, evict, mass, read, step):
-        for slot, page in enumerate(self.page_in):
-            if evict == "lookahead":
-                self.rank[slot] = None if page is None else mass[page]
-            elif evict == "lru":
-                self.rank[slot] = step if read[slot] else self.rank[slot]
-            else:
-                self.rank[slot] += read[slot]
-
-    def admit(self, pages, rank, keep):
-        def worth(slot):
-            return -math.inf if self.page_in[slot] is None else self.rank[slot]
-
-        free = sorted((s for s in range(S) if not keep[s]), key=lambda s: (worth(s), s))
-        taken = [free.pop(0) if 0 <= page < N else S for page in pages]
-        for page, value, slot in zip(pages, rank, taken, strict=True):
-            if slot < S:
-                self.page_in[slot], self.rank[slot] = page, value
-        return taken
-
-    def only(self, keep):
-        self.page_in = [page if k else None for page, k in zip(self.page_in, keep, strict=True)]
-
-
 def each(heads):
     return [(b, h, heads[b][h]) for b in range(B) for h in range(H)]
 
 
 def empty():
-    return nothing_near(B, H, pages=N, slots=S), [[Head() for _ in range(H)] for _ in range(B)]
+    return nothing_near(B, H, pages=N, slots=S), [[Slots(N, S) for _ in range(H)] for _ in range(B)]
 
 
 def assert_same(near, heads):
