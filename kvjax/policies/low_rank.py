@@ -8,8 +8,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError, check_integer
-from kvjax.models.config import LayerConfig
-from kvjax.models.rope import rotate, rotations
 from kvjax.policies.entries import hold, loose, write_page
 from kvjax.policies.index import live_keys, live_mass
 from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
@@ -28,21 +26,25 @@ class LowRank:
 
     Attributes:
       rank: dimensions kept, at most Hkv x D; the paper's 160 are of 8 heads of 128.
-      layer: whose rotary embedding the keys have, a sequence beginning at position 0. None takes
-        keys as they are, for a layer without one.
+      frequencies: of the rotary embedding that the keys have, radians a token for each of D / 2
+        pairs (i, i + D / 2); a sequence begins at position 0. Empty takes keys as they are.
+      sharpen: what the rotary embedding multiplies keys by, 1 but under yarn.
       block_tokens: tokens made again and scored at once.
 
     Raises:
-      KvjaxError: `rank` or `block_tokens` is no integer of at least 1.
+      KvjaxError: `rank` or `block_tokens` is no integer of at least 1, or `sharpen` is not above 0.
     """
 
     rank: int = 160
-    layer: LayerConfig | None = None
+    frequencies: tuple[float, ...] = ()
+    sharpen: float = 1.0
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, 1)
         check_integer("block_tokens", self.block_tokens, 1)
+        if not self.sharpen > 0:
+            raise KvjaxError(f"sharpen is {self.sharpen!r}: must be above 0")
 
     def build(self, keys: Float[Array, "N Hkv P D"], pages: Int32[Array, ""]) -> dict[str, Array]:
         """See `PageIndex.build`.
@@ -52,7 +54,7 @@ class LowRank:
           share; `basis` float32 [Hkv, D, rank].
 
         Raises:
-          KvjaxError: `rank` is above Hkv x D, the layer has another head_dim, or (outside jit) a
+          KvjaxError: `rank` is above Hkv x D, frequencies are not one a pair, or (outside jit) a
             live key that is infinite or NaN.
         """
         keys = live_keys(keys, pages)
@@ -130,9 +132,10 @@ class LowRank:
                 f"rank is {self.rank}: must be at most {kv_heads * head_dim}, the channels of "
                 f"{kv_heads} KV heads of {head_dim}"
             )
-        if self.layer is not None and self.layer.head_dim != head_dim:
+        if len(self.frequencies) not in (0, head_dim // 2):
             raise KvjaxError(
-                f"layer has head_dim {self.layer.head_dim}: must be the keys' {head_dim}"
+                f"frequencies are {len(self.frequencies)}: must be one for each of the "
+                f"{head_dim // 2} pairs of channels of head_dim {head_dim}, or none"
             )
 
     def _turned(
@@ -140,12 +143,11 @@ class LowRank:
     ) -> Float32[Array, "T Hkv D"]:
         """Tokens with the rotation of their positions from `first` on, or without it."""
         tokens = tokens.astype(jnp.float32)
-        if self.layer is None:
+        if not self.frequencies:
             return tokens
-        positions = first + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        cosines, sines = rotations(self.layer, positions)
-        if back:
-            # Not only turned: yarn's cosines and sines also lengthen.
-            length = cosines**2 + sines**2
-            cosines, sines = cosines / length, -sines / length
-        return rotate(tokens, cosines, sines)
+        positions = (first + jnp.arange(tokens.shape[0], dtype=jnp.int32)).astype(jnp.float32)
+        angle = positions[:, None, None] * jnp.array(self.frequencies, jnp.float32)[None, None, :]
+        factor = 1 / self.sharpen if back else self.sharpen
+        cosine, sine = jnp.cos(angle) * factor, jnp.sin(angle) * (-factor if back else factor)
+        one, other = jnp.split(tokens, 2, axis=2)
+        return jnp.concatenate([one * cosine - other * sine, other * cosine + one * sine], axis=2)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.models.config import LayerConfig, RopeScaling
 from kvjax.policies import LowRank
 from tests.kvjax.policies import indexes, plain
 from tests.kvjax.policies.indexes import (
@@ -20,14 +19,8 @@ from tests.kvjax.policies.indexes import (
     page_mass,
 )
 
-PLAIN = LayerConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, rope_theta=100.0)
-YARN = LayerConfig(
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_dim=DIM,
-    rope_theta=100.0,
-    rope_scaling=RopeScaling("yarn", factor=4.0, original_context=64),
-)
+RADIANS = 100.0 ** (-np.arange(DIM // 2) / (DIM // 2))
+NONE, PLAIN, YARN = (), tuple(RADIANS.tolist()), tuple((RADIANS / 4).tolist())
 
 
 @pytest.fixture
@@ -35,11 +28,11 @@ def queries():
     return np.random.default_rng(1).normal(size=(1, HEADS, DIM)).astype(np.float32)
 
 
-def turned(keys, layer):
+def turned(keys, rotation):
     """Keys [N, Hkv, P, D] with the rotation of their positions, pair by pair."""
-    if layer is None:
+    if not rotation:
         return keys
-    angle = np.arange(len(keys) * SIZE)[:, None] * 100.0 ** (-np.arange(DIM // 2) / (DIM // 2))
+    angle = np.arange(len(keys) * SIZE)[:, None] * np.array(rotation)
     turn = np.exp(1j * angle).reshape(len(keys), 1, SIZE, DIM // 2)
     pairs = (keys[..., : DIM // 2] + 1j * keys[..., DIM // 2 :]) * turn
     return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float32)
@@ -53,25 +46,29 @@ def of_rank(keys, rank):
     return kept.reshape(len(keys), SIZE, KV_HEADS, DIM).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("layer", [None, PLAIN], ids=["no rotation", "rotation"])
+@pytest.mark.parametrize("rotation", [NONE, PLAIN], ids=["none", "plain"])
 @pytest.mark.parametrize("rank", [4, 12])
 @pytest.mark.parametrize("pages", [PAGES, 11])
-def test_mass_is_that_of_keys_of_that_rank_before_the_rotation(queries, layer, rank, pages):
+def test_mass_is_that_of_keys_of_that_rank_before_the_rotation(queries, rotation, rank, pages):
     before = indexes.topical(np.random.default_rng(0))[0]
-    index = LowRank(rank, layer, block_tokens=80)
-    arrays = build(index, jnp.asarray(turned(before, layer)), jnp.int32(pages))
+    index = LowRank(rank, rotation, block_tokens=80)
+    arrays = build(index, jnp.asarray(turned(before, rotation)), jnp.int32(pages))
     mass = page_mass(index, arrays, jnp.asarray(queries[0]), jnp.int32(pages))
     kept = np.zeros_like(before)
     kept[:pages] = of_rank(before[:pages], rank)
-    wanted = plain.exact_mass(turned(kept, layer), queries, [True], pages, SCALE)
+    wanted = plain.exact_mass(turned(kept, rotation), queries, [True], pages, SCALE)
     assert np.abs(mass - wanted).sum(axis=1).max() < 0.03
 
 
-@pytest.mark.parametrize("layer", [None, PLAIN, YARN], ids=["none", "plain", "yarn"])
-def test_full_rank_is_exact_whatever_the_rotation(queries, layer):
+@pytest.mark.parametrize(
+    ("rotation", "sharpen"),
+    [(NONE, 1.0), (PLAIN, 1.0), (YARN, 1.14)],
+    ids=["none", "plain", "yarn"],
+)
+def test_full_rank_is_exact_whatever_the_rotation(queries, rotation, sharpen):
     """Rotations are undone and done again, those that lengthen too."""
     keys = indexes.topical(np.random.default_rng(0))[0]
-    index = LowRank(KV_HEADS * DIM, layer)
+    index = LowRank(KV_HEADS * DIM, rotation, sharpen)
     arrays = build(index, jnp.asarray(keys), jnp.int32(30))
     for page in (30, 31):
         arrays = extend(index, arrays, jnp.int32(page), jnp.asarray(keys[page]))
@@ -88,13 +85,13 @@ def test_few_dimensions_suffice_before_the_rotation_and_not_after(queries):
     keys = turned(before, PLAIN)
     wanted = plain.exact_mass(keys, queries, [True], PAGES, SCALE)
     off = {}
-    for layer in (PLAIN, None):
-        index = LowRank(3, layer)
+    for rotation in (PLAIN, NONE):
+        index = LowRank(3, rotation)
         arrays = build(index, jnp.asarray(keys), jnp.int32(PAGES))
         mass = page_mass(index, arrays, jnp.asarray(queries[0]), jnp.int32(PAGES))
-        off[layer] = np.abs(mass - wanted).sum(axis=1).mean()
+        off[rotation] = np.abs(mass - wanted).sum(axis=1).mean()
     assert off[PLAIN] < 0.02
-    assert off[None] > 0.2
+    assert off[NONE] > 0.2
 
 
 def test_a_later_page_is_projected_as_the_first_ones_were():
@@ -137,6 +134,7 @@ def test_sizes_that_cannot_be_are_refused():
         LowRank(4, block_tokens=0)
     with pytest.raises(KvjaxError, match="rank is 160: must be at most 32, the channels of 2 KV"):
         LowRank().build(keys, jnp.int32(1))
-    other = LayerConfig(num_heads=1, num_kv_heads=1, head_dim=8)
-    with pytest.raises(KvjaxError, match="layer has head_dim 8: must be the keys' 16"):
-        LowRank(4, other).build(keys, jnp.int32(1))
+    with pytest.raises(KvjaxError, match="sharpen is 0"):
+        LowRank(4, sharpen=0)
+    with pytest.raises(KvjaxError, match="frequencies are 3: must be one for each of the 8 pairs"):
+        LowRank(4, (1.0, 0.5, 0.1)).build(keys, jnp.int32(1))
