@@ -1,0 +1,72 @@
+"""`kvjax generate --select`: steps that read selected pages, from host memory or a store."""
+
+import json
+
+import pytest
+import typer.testing
+
+from kvjax.cli import app
+from kvjax.storage.page_store import PageStore
+from tests.kvjax.tiny_gguf import write_gguf
+
+DOCUMENT = "a bad abbot had a bag and a cab. " * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiers")
+    write_gguf(folder / "tiny.gguf")
+    return folder
+
+
+@pytest.fixture
+def run(folder):
+    def invoke(*arguments):
+        words = ["generate", "--model", str(folder / "tiny.gguf"), "--dtype", "float32"]
+        words += ["--cache-dir", str(folder / "cache"), "-n", "8", *map(str, arguments)]
+        return typer.testing.CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    return invoke
+
+
+def answer(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_all_pages_selected_are_the_plain_answer(run, folder):
+    plain = answer(run(DOCUMENT, "--json"))
+    tiers = ("--select", "mean", "--step-budget", "100%", "--json")
+    near = answer(run(DOCUMENT, *tiers))
+    stored = answer(run(DOCUMENT, *tiers, "--store", folder / "pages", "--host-budget", "0"))
+    assert near["text"] == stored["text"] == plain["text"]
+    assert stored["stats"]["tiers"]["store"]["host_bytes"] == 0
+    assert len(PageStore.open(folder / "pages").segments()) == 1
+    assert plain["stats"]["tiers"] is None
+
+
+def test_the_table_says_what_moved(run):
+    result = run(DOCUMENT, "--select", "mean", "--step-budget", "2 pages", "--window", "0")
+    assert result.exit_code == 0, result.output
+    for row in ("were near", "fetched", "index", "host memory"):
+        assert row in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--window", "2"), "--window and --evict are of use with --select only"),
+        (("--select", "luck"), "by is 'luck': must be one of low-bit,"),
+        (("--select", "mean", "--window", "0.5"), "times is 0.5"),
+        (("--select", "mean", "--evict", "luck"), "evict is 'luck'"),
+        (("--select", "mean", "--step-budget", "0%"), "budget is '0%'"),
+        (("--select", "mean", "--device-budget", "much"), "--device-budget is 'much'"),
+        (("--select", "mean", "--device-budget", "100B"), "--device-budget is 100"),
+        (("--select", "mean", "--prefix", "abc"), "--prefix and --select"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, arguments, said):
+    result = run(DOCUMENT, *arguments)
+    assert result.exit_code != 0
+    assert said in result.output.replace("\n", " ")
+    assert "Traceback" not in result.output
