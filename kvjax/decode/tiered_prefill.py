@@ -152,6 +152,7 @@ def _first_near(
     rest = ((0, 0), (0, shapes.slots - count))
     slot_of = jnp.full((heads, shapes.pages), shapes.slots, jnp.int32)
     rank = jnp.take_along_axis(mass, jnp.clip(ids, 0, mass.shape[1] - 1), axis=1)
+    rank = rank / (1 + rank)  # below 1, what the first step that reads a page gives it
     return Residency(
         slot_of=slot_of.at[head, ids].set(slot, mode="drop"),
         page_in=jnp.pad(ids, rest, constant_values=shapes.pages),

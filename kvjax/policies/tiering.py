@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Literal, get_args
 
 from kvjax.errors import KvjaxError, check_integer
@@ -52,6 +53,8 @@ class Select:
             raise KvjaxError(
                 f"by is {self.by!r}: must be one of {', '.join(NAMES)}, or a PageIndex"
             )
+        if not _is_number(self.pooling):
+            raise KvjaxError(f"pooling is {self.pooling!r}: must be a number from 0 to 1")
         self.index()
         self.choice()
 
@@ -93,7 +96,7 @@ class Window:
     evict: Literal["lookahead", "lru", "lfu"] = "lookahead"
 
     def __post_init__(self) -> None:
-        if not (self.times == 0 or 1 <= self.times < math.inf):
+        if not (_is_number(self.times) and (self.times == 0 or 1 <= self.times < math.inf)):
             raise KvjaxError(
                 f"times is {self.times!r}: must be 0 (keep nothing) or a number of at least 1"
             )
@@ -136,14 +139,22 @@ class Place:
         for name in ("device_bytes", "host_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, " bytes, or None")
+        if self.store is not None and not (isinstance(self.store, str) and self.store):
+            raise KvjaxError(f"store is {self.store!r}: must be a URL or a folder's path, or None")
         if self.host_bytes is not None and self.store is None:
             raise KvjaxError(
                 f"host_bytes is {self.host_bytes} and store is None: name a store for the pages "
                 f"that do not fit, or leave out host_bytes"
             )
         check_integer("observe", self.observe, 1)
-        if not 0 < self.timeout_s < math.inf:
-            raise KvjaxError(f"timeout_s is {self.timeout_s}: must be a number of seconds above 0")
+        if not (_is_number(self.timeout_s) and 0 < self.timeout_s < math.inf):
+            raise KvjaxError(
+                f"timeout_s is {self.timeout_s!r}: must be a number of seconds above 0"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
