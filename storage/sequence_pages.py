@@ -150,7 +150,7 @@ class SequencePages:
         """Pages, for each KV head its own.
 
         Args:
-          ticket: as `issue` returned it.
+          ticket: as `issue` returned it; anything if no row has pages in a store.
           layer: as `issue` was given it.
           ids: int32 [B, Hkv, k], the first k of what `issue` was given; the rest was no page.
 

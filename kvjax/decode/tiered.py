@@ -196,6 +196,7 @@ def _plan(
             slots=slots,
             output=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
             fetches=place is not None,
+            stored=place is not None and place.store is not None,
             keeps=window.times > 0,
             evict=window.evict,
             observe=1 if place is None else place.observe,

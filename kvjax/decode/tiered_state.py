@@ -28,6 +28,7 @@ class TieredShapes:
     slots: int  # S of a row and KV head, the page that is being filled included
     output: int  # tokens that a row has room to draw
     fetches: bool  # whether pages can be elsewhere; if not, S is N
+    stored: bool  # whether some of them are in a store, whose reads begin before they are needed
     keeps: bool  # whether pages stay near from step to step
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first

@@ -85,8 +85,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         chosen = _select(step, layer, q, cache)
         fetched = None
         if shapes.fetches:
-            worth = _mass_of(chosen, chosen.missing)
-            ticket = issue(cache.handle, cache.written, layer, chosen.missing, worth)
+            ticket = _issued(step, layer, cache, chosen)
             q, ticket = lax.optimization_barrier((q, ticket))  # before anything is read
         parts = [_attend_near(step, layer, q, cache, chosen), _attend_token(step, layer, q, k, v)]
         if shapes.fetches:
@@ -181,6 +180,19 @@ def _attend_token(
     return AttentionOutput(
         jnp.repeat(v.astype(jnp.float32), group, axis=1), score.reshape(batch, heads)
     )
+
+
+def _issued(step: _Step, layer: int, cache: TieredCache, chosen: _Selected) -> Int32[Array, ""]:
+    """Ask for the missing pages; there is nothing to ask for if all of them are in memory."""
+    if not step.shapes.stored:
+        return cache.written
+    worth = _mass_of(chosen, chosen.missing)
+    ticket: Array = lax.cond(
+        jnp.any(chosen.missing < step.shapes.pages),
+        lambda: issue(cache.handle, cache.written, layer, chosen.missing, worth),
+        lambda: cache.written,
+    )
+    return ticket
 
 
 def _collected(

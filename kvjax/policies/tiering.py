@@ -47,9 +47,8 @@ class Select:
 
     def __post_init__(self) -> None:
         Budget(self.budget)
-        if isinstance(self.by, str):
-            _one_of("by", self.by, NAMES)
-        elif not isinstance(self.by, PageIndex):
+        named = isinstance(self.by, str) and self.by in NAMES
+        if not (named or isinstance(self.by, PageIndex)):
             raise KvjaxError(
                 f"by is {self.by!r}: must be one of {', '.join(NAMES)}, or a PageIndex"
             )
