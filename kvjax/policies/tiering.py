@@ -10,10 +10,23 @@ from kvjax.policies.budget import Budget
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.magicpig import MagicPIG
+from kvjax.policies.pqcache import PQCache
+from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Aggregate, Choice
 from kvjax.policies.sketch import MeanKeys, QuestBounds
 
-By = Literal["low-bit", "hierarchical", "kvdrive", "mean", "quest", "keys"]
+By = Literal[
+    "low-bit",
+    "hierarchical",
+    "kvdrive",
+    "mean",
+    "quest",
+    "retroinfer",
+    "pqcache",
+    "magicpig",
+    "keys",
+]
 NAMES: tuple[str, ...] = get_args(By)
 """What pages may be chosen by, as `Select.by` names it."""
 
@@ -25,12 +38,14 @@ class Select:
     The first and the last full page, and the page that is being filled, are always read.
 
     Attributes:
-      budget: K as a share of the prompt, pages, tokens or bytes; `by="keys"` and "100%" are exact.
+      budget: K as a share of prompt and new tokens, as pages, tokens or bytes; "100%" is exact.
       by: what pages are chosen by: "low-bit", their keys in `bits` bits; "hierarchical", the same
         for the pages that centroids find; "kvdrive", page means for these (arXiv:2605.18071);
         "mean", page means (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds
-        (arXiv:2406.10774); "keys", the exact keys, an oracle that keeps all of them on the device;
-        or any `kvjax.policies.PageIndex`.
+        (arXiv:2406.10774); "retroinfer", clusters of tokens (arXiv:2505.02922); "pqcache",
+        product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179); "keys",
+        the exact keys, an oracle that keeps all of them on the device; or any
+        `kvjax.policies.PageIndex`.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the attention of the query heads of a KV head becomes one number.
       pooling: the share of a neighbour's attention that a page counts with; see `Choice`.
@@ -67,6 +82,9 @@ class Select:
             "kvdrive": Hierarchical(MeanKeys()),
             "mean": PerPage(MeanKeys()),
             "quest": PerPage(QuestBounds()),
+            "retroinfer": RetroInfer(),
+            "pqcache": PQCache(),
+            "magicpig": MagicPIG(),
             "keys": PerPage(ExactKeys()),
         }
         return named[self.by]
