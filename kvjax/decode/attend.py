@@ -5,7 +5,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedKVCache, token_slots, write
 from kvjax.models import Attend, ModelConfig
-from kvjax.pallas_kernels import paged_attention, ragged_paged_attention
+from kvjax.pallas_kernels import merge_attention, paged_attention, ragged_paged_attention
+from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
 
 
@@ -50,7 +51,7 @@ def decode_attend(
             query_positions=lengths,
             implementation=implementation,
         )
-        out = _with_new_token(q, k, v, old.out, old.lse, config.scale(layer), config.attn_soft_cap)
+        out = merged(old, attend_token(config, layer, q, k, v)).out
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
         # logits are NaN too, and end the run.)
@@ -61,26 +62,42 @@ def decode_attend(
     return attend
 
 
-def _with_new_token(
+def attend_token(
+    config: ModelConfig,
+    layer: int,
     q: Float[Array, "B Hq D"],
     k: Float[Array, "B Hkv D"],
     v: Float[Array, "B Hkv Dv"],
-    out: Float[Array, "B Hq Dv"],
-    lse: Float[Array, "B Hq"],
-    scale: float,
-    soft_cap: float | None,
-) -> Float[Array, "B Hq Dv"]:
-    """Add the token itself to attention over the tokens before it."""
+) -> AttentionOutput:
+    """Attention of each row's query to its own token: the token's value, and the score.
+
+    Args:
+      config: the model's.
+      layer: whose scale to use.
+      q: [B, Hq, D].
+      k: [B, Hkv, D], as the cache stores it.
+      v: [B, Hkv, Dv], as the cache stores it.
+    """
     batch, heads, dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], dim).astype(jnp.float32)
-    score = scale * jnp.sum(grouped * k[:, :, None].astype(jnp.float32), axis=-1)
-    if soft_cap is not None:
-        score = soft_cap * jnp.tanh(score / soft_cap)
-    score = score.reshape(batch, heads)
-    total = jnp.logaddexp(lse, score)
-    new = jnp.repeat(v.astype(jnp.float32), heads // v.shape[1], axis=1)
-    old_share = jnp.exp(lse - total)[..., None]
-    return out * old_share + new * jnp.exp(score - total)[..., None]
+    group, cap = heads // k.shape[1], config.attn_soft_cap
+    grouped = q.reshape(batch, k.shape[1], group, dim).astype(jnp.float32)
+    score = config.scale(layer) * jnp.sum(grouped * k[:, :, None].astype(jnp.float32), axis=-1)
+    if cap is not None:
+        score = cap * jnp.tanh(score / cap)
+    value = jnp.repeat(v.astype(jnp.float32), group, axis=1)
+    return AttentionOutput(value, score.reshape(batch, heads))
+
+
+def merged(*parts: AttentionOutput) -> AttentionOutput:
+    """Attention over all that the parts saw, in float32.
+
+    Args:
+      parts: of the same queries, over disjoint keys.
+    """
+    return merge_attention(
+        jnp.stack([part.out.astype(jnp.float32) for part in parts]),
+        jnp.stack([part.lse for part in parts]),
+    )
 
 
 def chunk_attend(

@@ -18,7 +18,7 @@ from kvjax.decode.meter import Meter
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import Generation
 from kvjax.decode.sampling import Sampling
-from kvjax.decode.shapes import Shapes, plan
+from kvjax.decode.shapes import Shapes, check_chunk, plan
 from kvjax.decode.step import (
     DecodeState,
     Prompts,
@@ -107,6 +107,7 @@ def generate(
     ids = inputs.prompt_list(model, prompts)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     if cache.select is not None:
+        check_chunk(prefill_chunk)
         call = TieredCall(model, ids, new_tokens=limit, cache=cache)
         rules = inputs.rules(model, sampling, key, stops, limit, len(ids), call.shapes.batch)
         return _over_tiers(call, model, ids, stops, rules, progress or _silent, meter)

@@ -96,14 +96,11 @@ def plan(
         would be larger than programs can index.
       PoolExhaustedError: they do not fit the pool.
     """
-    if not is_integer(prefill_chunk, SMALLEST_CHUNK) or prefill_chunk % SMALLEST_CHUNK:
-        raise KvjaxError(
-            f"prefill_chunk is {prefill_chunk!r}: must be a multiple of {SMALLEST_CHUNK} tokens"
-        )
+    check_chunk(prefill_chunk)
     for row, length in enumerate(lengths):
         if length + new_tokens > config.max_context:
             raise KvjaxError(_too_long(row, length, new_tokens, config.max_context))
-    _check_attention(spec, cache)
+    check_attention(spec, cache)
     size = cache.page_size
     # The last token drawn is never written, so a row ends with one token less than it shows.
     held = [pages_for(length + max(new_tokens - 1, 0), size) for length in lengths]
@@ -141,8 +138,31 @@ def _too_long(row: int, length: int, new_tokens: int, context: int) -> str:
     )
 
 
-def _check_attention(spec: KVSpec, cache: CacheConfig) -> None:
-    """Refuse a named implementation here, rather than deep in a program that is being traced."""
+def check_chunk(prefill_chunk: int) -> None:
+    """Refuse what is no size of a prefill chunk.
+
+    Args:
+      prefill_chunk: tokens.
+
+    Raises:
+      KvjaxError: it is no multiple of `SMALLEST_CHUNK`.
+    """
+    if not is_integer(prefill_chunk, SMALLEST_CHUNK) or prefill_chunk % SMALLEST_CHUNK:
+        raise KvjaxError(
+            f"prefill_chunk is {prefill_chunk!r}: must be a multiple of {SMALLEST_CHUNK} tokens"
+        )
+
+
+def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
+    """Refuse a named implementation here, rather than deep in a program that is being traced.
+
+    Args:
+      spec: what the cache stores.
+      cache: the caller's.
+
+    Raises:
+      KvjaxError: it cannot run.
+    """
     if cache.attention is None:
         return
     for operation in OPERATIONS:

@@ -16,7 +16,7 @@ from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
 from kvjax.decode.results import FinishReason, StreamEvent
 from kvjax.decode.sampling import Sampling
-from kvjax.decode.shapes import Shapes, plan
+from kvjax.decode.shapes import Shapes, check_chunk, plan
 from kvjax.decode.step import DecodeState, Rules, decode_step, draw
 from kvjax.decode.tiered import TieredCall
 from kvjax.decode.tiered_state import TieredShapes
@@ -81,6 +81,7 @@ def stream(
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     report = progress or (lambda phase, share: None)
     if cache.select is not None:
+        check_chunk(prefill_chunk)
         call = TieredCall(model, [ids], new_tokens=limit, cache=cache)
         rules = inputs.rules(model, sampling, key, stops, limit, 1, call.shapes.batch)
         spent = time.perf_counter() - began

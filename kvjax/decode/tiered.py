@@ -11,13 +11,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
+from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import Progress, cache_spec
 from kvjax.decode.generate_loop import Drawn, draw_rows
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE
 from kvjax.decode.results import TierStats
-from kvjax.decode.shapes import half_step, power_of_two
+from kvjax.decode.shapes import check_attention, half_step, power_of_two
 from kvjax.decode.step import DecodeState, Rules, draw, start
 from kvjax.decode.tiered_prefill import prefill_row
 from kvjax.decode.tiered_state import TieredShapes, empty_tiers
@@ -163,6 +164,7 @@ def _plan(
             )
     check_layers(model)
     size, spec = cache.page_size, cache_spec(model, cache)
+    check_attention(spec, cache)
     page_bytes = spec.bytes_per_page(size)
     choice = select.choice()
     least = choice.first + choice.last
@@ -185,6 +187,7 @@ def _plan(
     slots = pages if place is None else min(window.slots(room) + 1, pages)
     if place is not None and place.device_bytes is not None:
         slots = min(slots, _affordable(place.device_bytes, room, pages, batch, spec, size))
+    check_pools(spec, batch * slots, size)
     return (
         TieredShapes(
             spec=spec,
@@ -202,7 +205,7 @@ def _plan(
             observe=1 if place is None else place.observe,
             index=select.index(),
             choice=choice,
-            attention=None,
+            attention=cache.attention,
         ),
         counts,
     )

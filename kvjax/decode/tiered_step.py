@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.cache.residency import Residency, admit, find, only, ranked, used
+from kvjax.decode.attend import attend_token, merged
 from kvjax.decode.step import DecodeState, Rules, draw
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
 from kvjax.decode.tiered_state import (
@@ -19,7 +20,7 @@ from kvjax.decode.tiered_state import (
     with_layer,
 )
 from kvjax.models import Attend, Decoder, ModelConfig
-from kvjax.pallas_kernels import merge_attention, sparse_paged_attention
+from kvjax.pallas_kernels import sparse_paged_attention
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.policies import select
 
@@ -87,14 +88,14 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         if shapes.fetches:
             ticket = _issued(step, layer, cache, chosen)
             q, ticket = lax.optimization_barrier((q, ticket))  # before anything is read
-        parts = [_attend_near(step, layer, q, cache, chosen), _attend_token(step, layer, q, k, v)]
+        parts = [
+            _attend_near(step, layer, q, cache, chosen),
+            attend_token(step.config, layer, q, k, v),
+        ]
         if shapes.fetches:
             fetched = _collected(step, layer, cache, chosen, ticket)
             parts.append(_attend_fetched(step, layer, q, fetched, chosen))
-        out = merge_attention(
-            jnp.stack([part.out.astype(jnp.float32) for part in parts]),
-            jnp.stack([part.lse for part in parts]),
-        )
+        out = merged(*parts)
         # A row whose attention is NaN writes nothing; its logits are NaN too, and end the run.
         sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
         near, taken = _admitted(step, layer, cache, chosen)
@@ -159,26 +160,6 @@ def _attend_near(
         scale=step.config.scale(layer),
         soft_cap=step.config.attn_soft_cap,
         implementation=step.shapes.attention,
-    )
-
-
-def _attend_token(
-    step: _Step,
-    layer: int,
-    q: Float[Array, "B Hq D"],
-    k: Float[Array, "B Hkv D"],
-    v: Float[Array, "B Hkv Dv"],
-) -> AttentionOutput:
-    """Attention of each row's query to its own token: the token's value, and the score."""
-    batch, heads, dim = q.shape
-    group, cap = heads // k.shape[1], step.config.attn_soft_cap
-    grouped = q.reshape(batch, k.shape[1], group, dim).astype(jnp.float32)
-    score = jnp.sum(grouped * k[:, :, None].astype(jnp.float32), axis=-1)
-    score = step.config.scale(layer) * score
-    if cap is not None:
-        score = cap * jnp.tanh(score / cap)
-    return AttentionOutput(
-        jnp.repeat(v.astype(jnp.float32), group, axis=1), score.reshape(batch, heads)
     )
 
 
