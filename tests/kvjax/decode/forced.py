@@ -22,7 +22,10 @@ from tests.kvjax.decode.tiny import VOCAB
 NO_STOPS = jnp.full((8,), -1, jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# Compiling is most of what tests of steps take, and they take few.
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
+)
 def _step(graphdef, shapes, params, state, rules):
     decoder = nnx.merge(graphdef, params)
     state = tiered_step(decoder, shapes, state, rules)

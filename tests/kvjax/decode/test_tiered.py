@@ -92,9 +92,11 @@ def test_a_prompt_alone_and_shorter_than_a_page():
     for length in (1, 5, 7):
         ids, prompts, given = split((length,), 9)
         cache = over_tiers("low-bit", "25%", times=1)
-        (got,), stats, call = forced_logits(made(), prompts, given, cache)
+        (got,), stats, call = forced_logits(made("one layer"), prompts, given, cache)
         assert call.shapes.batch == 1
-        np.testing.assert_allclose(got, no_cache_logits(made(), ids[0])[length - 1 :], atol=1e-5)
+        np.testing.assert_allclose(
+            got, no_cache_logits(made("one layer"), ids[0])[length - 1 :], atol=1e-5
+        )
         assert stats.pages_chosen == 2  # the first and the last are always read
 
 
@@ -102,9 +104,9 @@ def test_a_cache_of_fewer_bits_is_near():
     """Pages cross the host in bfloat16 as they are."""
     ids, prompts, given = split(BATCHES[0], NEW)
     cache = over_tiers("low-bit", "100%", times=0, dtype="bfloat16")
-    got, stats, _ = forced_logits(made(), prompts, given, cache)
+    got, stats, _ = forced_logits(made("one layer"), prompts, given, cache)
     for row, n in enumerate(BATCHES[0]):
-        want = no_cache_logits(made(), ids[row])[n - 1 :]
+        want = no_cache_logits(made("one layer"), ids[row])[n - 1 :]
         assert 1e-4 < np.abs(got[row] - want).mean() < 0.05
     assert stats.bytes_moved == stats.misses * PAGE_BYTES / 2
 
@@ -139,9 +141,9 @@ def plainly():
 
 
 @functools.cache
-def a_quarter(times, evict, by="keys"):
+def a_quarter(times, evict):
     _, prompts, given = split(LENGTHS, TOKENS)
-    return forced_logits(made(), prompts, given, over_tiers(by, times=times, evict=evict))
+    return forced_logits(made(), prompts, given, over_tiers(times=times, evict=evict))
 
 
 def test_the_oracle_reads_less_than_everything():
@@ -163,7 +165,11 @@ def test_a_quarter_equals_the_oracle(times, evict):
 
 
 def test_pages_chosen_by_a_sketch_do_not_depend_on_where_they_are():
-    near, fetched = (a_quarter(times, "lookahead", by="mean") for times in (None, 1))
+    _, prompts, given = split(LENGTHS, TOKENS)
+    near, fetched = (
+        forced_logits(made("one layer"), prompts, given, over_tiers("mean", times=times))
+        for times in (None, 1)
+    )
     assert fetched.stats.misses > near.stats.misses == 0
     for one, other in zip(near.logits, fetched.logits, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -240,6 +246,19 @@ def test_a_store_changes_nothing(tmp_path, host_bytes):
             assert stored.store.bytes_read == stored.store.units * PAGE_BYTES
 
 
+def test_prompts_that_share_a_beginning_share_a_store(tmp_path):
+    """Whichever is written first; one that has grown may replace what it grew from."""
+    ids = prompt(max(LENGTHS) + TOKENS)
+    for lengths in (LENGTHS, (64, 85, 85)):
+        prompts = [ids[:n] for n in lengths]
+        given = [ids[n : n + TOKENS] for n in lengths]
+        want = forced_logits(made(), prompts, given, over_tiers(times=1)).logits
+        cache = over_tiers(times=1, store=str(tmp_path), host_bytes=0)
+        got = forced_logits(made(), prompts, given, cache).logits
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
 # generate
 
 
@@ -263,6 +282,20 @@ def test_generate_draws_what_it_draws_without_tiers():
         assert got.stats.new_tokens == sum(map(len, got.tokens))
         reasons += got.finish_reasons
     assert set(reasons) == {"stop", "length"}
+
+
+def test_calls_at_once_do_not_see_each_other():
+    """Each reads its own pages, whichever thread is first."""
+    batches = [[prompt(n, seed) for n in BATCHES[0]] for seed in range(6)]
+    cache = over_tiers("low-bit", "100%", times=0)
+
+    def draw(prompts):
+        options = {"sampling": Sampling(temperature=1.5, top_k=20), "cache": cache}
+        return generate(made(), prompts, max_new_tokens=NEW, **options).tokens
+
+    alone = [draw(prompts) for prompts in batches]
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(draw, batches)) == alone
 
 
 def test_one_set_of_programs_serves_every_prompt_of_a_shape():
