@@ -7,6 +7,7 @@ import typer
 
 from kvjax.cli.console import size_of
 from kvjax.config import CacheConfig
+from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
@@ -63,6 +64,11 @@ def tier_options(
     chosen = None
     if select is not None:
         chosen = Select(budget=step_budget, by=select)  # type: ignore[arg-type]  # Select refuses
+    elif step_budget != Select.budget:
+        raise KvjaxError(
+            "--step-budget is of use with --select only: say what selects the pages, such as "
+            "--select low-bit"
+        )
     return TierOptions(chosen, Window(times=window, evict=evict))  # type: ignore[arg-type]
 
 
@@ -81,7 +87,7 @@ def with_tiers(
       cache: without.
       tiers: what was said of it.
       device_bytes: for pages that stay near; 0 is what the window says.
-      host_bytes: for pages of the store.
+      host_bytes: for pages of the store; without one, the option's default.
       store: where every page of the prompt goes; None is host memory.
       read_timeout: in seconds.
 
@@ -95,6 +101,11 @@ def with_tiers(
                 "such as --select low-bit"
             )
         return cache
+    if store is None and host_bytes != PrefixConfig.host_bytes:
+        raise KvjaxError(
+            f"--host-budget is {size_of(host_bytes)} and --store is not given: host memory holds "
+            f"all pages then; name a store for those that do not fit, or leave out --host-budget"
+        )
     place = Place(
         device_bytes=device_bytes or None,
         host_bytes=None if store is None else host_bytes,
