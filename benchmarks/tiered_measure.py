@@ -114,6 +114,7 @@ def _prefilled(model: Model, document: list[int], cache: CacheConfig) -> Iterato
         return
     call = TieredCall(model, [document], new_tokens=new, cache=cache)
     with call.prefilled(asking, meter, lambda *_: None) as state:
+        state = dataclasses.replace(state, step=state.step + 1)  # as after a drawn token
         yield state, (model.graphdef, call.shapes, True), lambda: call.stats(state)
 
 

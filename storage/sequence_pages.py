@@ -24,7 +24,8 @@ class _Row:
 class SequencePages:
     """Every full page of a few sequences, written once and read by (row, KV head, page).
 
-    Callbacks must not raise: what fails is kept in `failure`, and read as zeros.
+    Callbacks must not raise: what fails is kept in `failure`, and from then on all reads are NaN,
+    which ends a decode loop.
 
     Args:
       rows: B, sequences.
@@ -155,13 +156,14 @@ class SequencePages:
           ids: int32 [B, Hkv, k], the first k of what `issue` was given; the rest was no page.
 
         Returns:
-          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and everywhere once
-          something has failed.
+          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN everywhere
+          once something has failed.
         """
         rows, heads, count = ids.shape
         out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
         if self.failure is not None:
+            out[:] = np.nan
             return out
         try:
             for row, held in enumerate(self._rows):
@@ -180,7 +182,7 @@ class SequencePages:
                 self.bytes_moved += moved * self._page_bytes
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
             self.failure = error
-            out[:] = 0
+            out[:] = np.nan
         return out
 
 

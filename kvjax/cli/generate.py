@@ -102,14 +102,7 @@ def generate(
             "--prefix and --select: a stored document's pages are chosen once, before the first "
             "token; leave out one of them"
         )
-    cache = tiers.with_tiers(
-        cache,
-        selected,
-        device_bytes=config.device_bytes,
-        host_bytes=config.host_bytes,
-        store=store,
-        read_timeout=config.timeout_s,
-    )
+    cache = tiers.with_tiers(cache, selected, config, store=store)
     content = prompt.gather(text, file, stdin)
     with bars() as progress:
         opened, load_seconds = open_model(

@@ -11,6 +11,7 @@ from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
+from kvjax.policies.budget import Budget
 from kvjax.policies.tiering import NAMES
 
 PANEL = "Selected pages"
@@ -63,6 +64,10 @@ def tier_options(
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
     if select is not None:
+        try:
+            Budget(step_budget)
+        except KvjaxError as error:
+            raise KvjaxError(str(error).replace("budget is", "--step-budget is", 1)) from None
         chosen = Select(budget=step_budget, by=select)  # type: ignore[arg-type]  # Select refuses
     elif step_budget != Select.budget:
         raise KvjaxError(
@@ -75,21 +80,17 @@ def tier_options(
 def with_tiers(
     cache: CacheConfig,
     tiers: TierOptions,
+    config: PrefixConfig,
     *,
-    device_bytes: int,
-    host_bytes: int,
     store: str | None,
-    read_timeout: float,
 ) -> CacheConfig:
     """The cache of a command that may select pages.
 
     Args:
       cache: without.
       tiers: what was said of it.
-      device_bytes: for pages that stay near; 0 is what the window says.
-      host_bytes: for pages of the store; without one, the option's default.
+      config: options that stored prefixes have too: memory, bits and how long to wait for a read.
       store: where every page of the prompt goes; None is host memory.
-      read_timeout: in seconds.
 
     Raises:
       KvjaxError: they do not go together.
@@ -101,18 +102,32 @@ def with_tiers(
                 "such as --select low-bit"
             )
         return cache
+    default = PrefixConfig()
+    shared = ("bits", "host_bytes", "device_bytes", "timeout_s")
+    theirs = [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in shared and getattr(config, field.name) != getattr(default, field.name)
+    ]
+    if theirs:
+        raise KvjaxError(
+            f"{theirs[0]} is {getattr(config, theirs[0])!r}, which is of stored prefixes: with "
+            f"--select leave it out"
+        )
+    host_bytes = config.host_bytes
     if store is None and host_bytes != PrefixConfig.host_bytes:
         raise KvjaxError(
             f"--host-budget is {size_of(host_bytes)} and --store is not given: host memory holds "
             f"all pages then; name a store for those that do not fit, or leave out --host-budget"
         )
     place = Place(
-        device_bytes=device_bytes or None,
+        device_bytes=config.device_bytes or None,
         host_bytes=None if store is None else host_bytes,
         store=store,
-        timeout_s=read_timeout,
+        timeout_s=config.timeout_s,
     )
-    return dataclasses.replace(cache, select=tiers.select, window=tiers.window, place=place)
+    select = dataclasses.replace(tiers.select, bits=config.bits)
+    return dataclasses.replace(cache, select=select, window=tiers.window, place=place)
 
 
 def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:

@@ -72,8 +72,10 @@ def generate(
       key: a PRNG key or a seed; None is seed 0. Unused when greedy.
       stop_tokens: ids that end a row, besides the model's own.
       stop_at_eos: whether the model's end-of-sequence tokens end a row.
-      cache: page size, pool size, dtype and attention implementation; None is the default.
-      prefill_chunk: most tokens prefilled at once.
+      cache: page size, pool size, dtype and attention implementation; with `select`, which pages a
+        step reads and where the others live. None is the default.
+      prefill_chunk: most tokens prefilled at once; with `cache.select`, a prompt is prefilled
+        whole, layer by layer, in a program of its own before the loop.
       progress: called as phases begin and end.
       prefixes: where to look for a stored beginning of the prompt, which is then read instead of
         computed, as much of it as the budget allows; for one prompt.
@@ -85,6 +87,8 @@ def generate(
       KvjaxError: an argument is not usable, or the prompts do not fit the model's context; raised
         before anything is traced. After the run: a row's logits are not finite.
       PoolExhaustedError: the pool is too small; it carries the pages needed and free.
+      ValueError: `cache.place.store` is no store.
+      StoreError: it cannot be written.
     """
     if prefixes is not None:
         return _streamed(

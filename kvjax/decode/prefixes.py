@@ -138,15 +138,21 @@ class PrefixCache:
                 f"prompt has {len(ids)} tokens: a stored prefix needs a page of {cache.page_size} "
                 f"or more"
             )
-        there = self._there(model, ids, cache)
+        there = self.stored(model, ids, cache)
         if there is not None:
             return there
         report = progress or (lambda phase, share: None)
         pages = prefilled_pages(model, ids, cache, prefill_chunk, report)
         return self.put(model, ids, pages, label=label)
 
-    def _there(self, model: Model, ids: list[int], cache: CacheConfig) -> SegmentInfo | None:
-        """What is stored of a prompt already, if it is all of it and with what to choose by."""
+    def stored(self, model: Model, ids: list[int], cache: CacheConfig) -> SegmentInfo | None:
+        """What is stored of a prompt already, if it is all of it and with what to choose by.
+
+        Args:
+          model: what prefilled it.
+          ids: the prompt.
+          cache: page size and dtype.
+        """
         name = identity(model, cache_spec(model, cache).dtype, self._tenant)
         layers = model.config.layers
         layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)

@@ -99,7 +99,7 @@ def plan(
     check_chunk(prefill_chunk)
     for row, length in enumerate(lengths):
         if length + new_tokens > config.max_context:
-            raise KvjaxError(_too_long(row, length, new_tokens, config.max_context))
+            raise KvjaxError(too_long(row, length, new_tokens, config.max_context))
     check_attention(spec, cache)
     size = cache.page_size
     # The last token drawn is never written, so a row ends with one token less than it shows.
@@ -128,7 +128,15 @@ def plan(
     )
 
 
-def _too_long(row: int, length: int, new_tokens: int, context: int) -> str:
+def too_long(row: int, length: int, new_tokens: int, context: int) -> str:
+    """What to say of a prompt that does not fit the context.
+
+    Args:
+      row: which.
+      length: its tokens.
+      new_tokens: to draw; 0 where a text is only read.
+      context: tokens of the model's.
+    """
     if not new_tokens:
         return f"the text has {length} tokens: the model's context is {context}; shorten it"
     what = "shorten the prompt" if length >= context else f"ask for at most {context - length}"

@@ -53,8 +53,8 @@ def stream(
       key: a PRNG key or a seed; None is seed 0.
       stop_tokens: ids that end the stream, besides the model's own.
       stop_at_eos: whether the model's end-of-sequence tokens end it.
-      cache: page size, pool size, dtype and attention implementation.
-      prefill_chunk: most tokens prefilled at once.
+      cache: as for `generate`.
+      prefill_chunk: as for `generate`.
       progress: called with "compile" and "prefill" and how much of it is done.
       prefixes: where to look for a stored beginning of the prompt; its pages are then read instead
         of computed, as many as the budget allows.
@@ -65,6 +65,8 @@ def stream(
     Raises:
       KvjaxError: as for `generate`.
       PoolExhaustedError: as for `generate`.
+      ValueError: as for `generate`.
+      StoreError: as for `generate`; when the first token is asked for.
     """
     began = time.perf_counter()
     limit = check_integer("max_new_tokens", max_new_tokens, 1)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,24 +11,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
-from kvjax.decode.calls import Progress, cache_spec
+from kvjax.decode.calls import Progress
 from kvjax.decode.generate_loop import Drawn, draw_rows
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE
 from kvjax.decode.results import TierStats
-from kvjax.decode.shapes import check_attention, half_step, power_of_two
 from kvjax.decode.step import DecodeState, Rules, draw, start
+from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_prefill import prefill_row
 from kvjax.decode.tiered_state import TieredShapes, empty_tiers
 from kvjax.decode.tiered_step import tiered_step
 from kvjax.decode.tiered_store import PromptStore
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
-from kvjax.policies import Window
-from kvjax.policies.budget import Budget
-from kvjax.spec import KVSpec, pages_for
 from kvjax.storage.handles import opened
 from kvjax.storage.sequence_pages import SequencePages
 
@@ -47,7 +43,7 @@ class TieredCall:
 
     Raises:
       KvjaxError: a prompt and its new tokens do not fit the model's context, the model has layers
-        whose pages cannot be chosen from, or the budget has no room for what is always in.
+        whose pages cannot be chosen from, or `device_bytes` have no room for a step.
     """
 
     def __init__(
@@ -55,10 +51,12 @@ class TieredCall:
     ) -> None:
         assert cache.select is not None
         self._model, self._ids = model, ids
-        self._place = cache.place
-        self.shapes, self._counts = _plan(model, [len(row) for row in ids], new_tokens, cache)
+        self.shapes, self._counts = tiered_plan(model, [len(row) for row in ids], new_tokens, cache)
         self._pages: SequencePages | None = None
         self._store: PromptStore | None = None
+        if cache.place is not None and cache.place.store is not None:
+            tokens = sum(len(row) for row in ids)
+            self._store = PromptStore(cache, most=tokens * self.shapes.spec.bytes_per_token)
 
     @contextlib.contextmanager
     def prefilled(self, rules: Rules, meter: Meter, progress: Progress) -> Iterator[DecodeState]:
@@ -75,8 +73,6 @@ class TieredCall:
             if shapes.fetches:
                 self._pages = _elsewhere(shapes)
                 handle = during.enter_context(opened(self._pages))
-                if self._place is not None and self._place.store is not None:
-                    self._store = PromptStore(self._place, during)
             made = meter.program(_start, (model.config.hidden_size, shapes), rules.limits)
             state = made(rules.limits)
             cache = dataclasses.replace(state.cache, handle=jnp.int32(handle))
@@ -97,7 +93,7 @@ class TieredCall:
                 state = jax.block_until_ready(program(model.params, state, *given))
                 self.check()
                 if self._store is not None and self._pages is not None:
-                    self._store.keep(model, ids, row, self._pages, shapes.page_size)
+                    self._store.keep(model, ids, row, self._pages, during)
             progress("prefill", 1.0)
             yield state
 
@@ -109,7 +105,11 @@ class TieredCall:
         """
         failure = None if self._pages is None else self._pages.failure
         if failure is not None:
-            raise KvjaxError(f"pages of a sequence could not be kept: {failure}") from failure
+            raise KvjaxError(
+                f"pages of a sequence could not be written or read again: {failure}; look at the "
+                f"store with `kvjax store verify`, allow a longer Place.timeout_s, or leave out "
+                f"the store"
+            ) from failure
 
     def stats(self, state: DecodeState) -> TierStats:
         """What moved, at the end.
@@ -120,10 +120,10 @@ class TieredCall:
         shapes, cache = self.shapes, state.cache
         pools = (*cache.keys, *cache.values)
         return TierStats(
-            pages_chosen=shapes.room,
+            pages_chosen=max(self._counts),
             slots=shapes.slots,
-            reads=int(cache.traffic.chosen),
-            misses=int(cache.traffic.missed),
+            reads=int(np.asarray(cache.traffic.chosen).sum(dtype=np.int64)),
+            misses=int(np.asarray(cache.traffic.missed).sum(dtype=np.int64)),
             bytes_moved=0 if self._pages is None else self._pages.bytes_moved,
             index_bytes=sum(x.nbytes for x in jax.tree.leaves(cache.index)),
             device_bytes=sum(x.nbytes for x in pools),
@@ -147,101 +147,6 @@ def loop(call: TieredCall, model: Model, state: DecodeState, rules: Rules, meter
     drawn: Drawn = jax.block_until_ready(program(model.params, state, rules))
     call.check()
     return drawn
-
-
-def _plan(
-    model: Model, lengths: Sequence[int], new_tokens: int, cache: CacheConfig
-) -> tuple[TieredShapes, list[int]]:
-    """Shapes, and the pages that each row chooses in a step."""
-    select, place = cache.select, cache.place
-    assert select is not None
-    for row, length in enumerate(lengths):
-        if length + new_tokens > model.config.max_context:
-            raise KvjaxError(
-                f"prompt {row} has {length} tokens and max_new_tokens is {new_tokens}: the "
-                f"model's context is {model.config.max_context} tokens; shorten the prompt or ask "
-                f"for less"
-            )
-    check_layers(model)
-    size, spec = cache.page_size, cache_spec(model, cache)
-    check_attention(spec, cache)
-    page_bytes = spec.bytes_per_page(size)
-    choice = select.choice()
-    least = choice.first + choice.last
-    tokens = half_step(pages_for(max(lengths), size)) * size
-    longest = max(pages_for(n + max(new_tokens - 1, 0), size) for n in lengths)
-    pages = max(half_step(longest), tokens // size, least)
-    budget = Budget(select.budget)
-    counts = [
-        budget.pages(
-            max(pages_for(n + new_tokens, size), least),
-            page_size=size,
-            page_bytes=page_bytes,
-            least=least,
-        )
-        for n in lengths
-    ]
-    room = min(max(half_step(max(counts)), least), pages)
-    batch = power_of_two(len(lengths))
-    window = cache.window or Window()
-    slots = pages if place is None else min(window.slots(room) + 1, pages)
-    if place is not None and place.device_bytes is not None:
-        slots = min(slots, _affordable(place.device_bytes, room, pages, batch, spec, size))
-    check_pools(spec, batch * slots, size)
-    return (
-        TieredShapes(
-            spec=spec,
-            batch=batch,
-            tokens=tokens,
-            pages=pages,
-            page_size=size,
-            room=room,
-            slots=slots,
-            output=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
-            fetches=place is not None,
-            stored=place is not None and place.store is not None,
-            keeps=window.times > 0,
-            evict=window.evict,
-            observe=1 if place is None else place.observe,
-            index=select.index(),
-            choice=choice,
-            attention=cache.attention,
-        ),
-        counts,
-    )
-
-
-def _affordable(
-    device_bytes: int, room: int, pages: int, batch: int, spec: KVSpec, page_size: int
-) -> int:
-    """Slots that device memory has room for.
-
-    Raises:
-      KvjaxError: they are fewer than a step reads.
-    """
-    a_slot = batch * spec.bytes_per_page(page_size)
-    slots, least = device_bytes // a_slot, min(room + 1, pages)
-    if slots < least:
-        raise KvjaxError(
-            f"device_bytes is {device_bytes}: the {room} pages of a step and the page that is "
-            f"being filled need {least * a_slot} bytes for {batch} rows; raise it to that, or "
-            f"lower the budget"
-        )
-    return slots
-
-
-def check_layers(model: Model) -> None:
-    """Refuse a model whose layers do not all see the whole context, or differ in shape.
-
-    Raises:
-      KvjaxError: they do not.
-    """
-    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
-    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
-        raise KvjaxError(
-            f"{model.name} has sliding-window layers or layers of different shapes: pages cannot "
-            f"be selected in them; leave out select"
-        )
 
 
 def _elsewhere(shapes: TieredShapes) -> SequencePages:

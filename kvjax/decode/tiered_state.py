@@ -45,10 +45,10 @@ class TieredShapes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Pages that KV heads chose, counted over steps, layers, rows and heads."""
+    """Pages that each layer's KV heads chose, counted over steps and rows."""
 
-    chosen: Int32[Array, ""]
-    missed: Int32[Array, ""]  # of these, how many were not near
+    chosen: Int32[Array, "L Hkv"]
+    missed: Int32[Array, "L Hkv"]  # of these, how many were not near
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         made = jax.eval_shape(shapes.index.build, keys, jax.ShapeDtypeStruct((), jnp.int32))
         return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
 
-    zero = jnp.int32(0)
+    zero, counts = jnp.int32(0), jnp.zeros((len(layers), spec.layers[0].kv_heads), jnp.int32)
     return TieredCache(
         keys=tuple(pool(spec.layers[i].head_dim, spec.layers[i].kv_heads) for i in layers),
         values=tuple(pool(spec.layers[i].value_dim, spec.layers[i].kv_heads) for i in layers),
@@ -99,7 +99,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         counts=jnp.zeros((batch,), jnp.int32),
         handle=zero,
         written=zero,
-        traffic=Traffic(zero, zero),
+        traffic=Traffic(counts, counts),
     )
 
 
@@ -147,15 +147,21 @@ def slot_rows(cache: TieredCache, slots: Int32[Array, "B Hkv K"], per_row: int) 
     return jnp.where(slots < per_row, row * per_row + slots, cache.keys[0].shape[0])
 
 
-def counted(traffic: Traffic, chosen: Bool[Array, "..."], missed: Bool[Array, "..."]) -> Traffic:
+def counted(
+    traffic: Traffic,
+    layer: int,
+    chosen: Bool[Array, "B Hkv K"],
+    missed: Bool[Array, "B Hkv K"],
+) -> Traffic:
     """Traffic with one layer's step added.
 
     Args:
       traffic: before.
+      layer: which.
       chosen: which entries are pages.
       missed: which of them were not near.
     """
     return Traffic(
-        traffic.chosen + jnp.sum(chosen, dtype=jnp.int32),
-        traffic.missed + jnp.sum(missed, dtype=jnp.int32),
+        traffic.chosen.at[layer].add(jnp.sum(chosen, axis=(0, 2), dtype=jnp.int32)),
+        traffic.missed.at[layer].add(jnp.sum(missed, axis=(0, 2), dtype=jnp.int32)),
     )

@@ -274,5 +274,5 @@ def _written(
         near = only(near, used(near, find(near, chosen.open_page)))
     cache = with_layer(cache, layer, keys=pools[0], values=pools[1], near=near, index=index)
     total = shapes.pages
-    traffic = counted(cache.traffic, chosen.pages < total, chosen.missing < total)
+    traffic = counted(cache.traffic, layer, chosen.pages < total, chosen.missing < total)
     return dataclasses.replace(cache, written=written, traffic=traffic)

@@ -4,13 +4,13 @@ import contextlib
 
 import numpy as np
 
+from kvjax.config import CacheConfig
 from kvjax.decode.prefilled_pages import PrefilledPages
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
-from kvjax.policies import Place
 from kvjax.storage.placement import AttentionFrequency
 from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.segment import Segment
@@ -22,51 +22,62 @@ class PromptStore:
     """The store of one call, with host memory that its rows share.
 
     Args:
-      place: with a store.
-      open_until: closes what is opened.
+      cache: with a place that has a store.
+      most: bytes of all prompts' pages, for which host memory has room if the place names no limit.
 
     Raises:
       ValueError: the URL is no store.
     """
 
-    def __init__(self, place: Place, open_until: contextlib.ExitStack) -> None:
-        assert place.store is not None
-        self._place, self._open_until = place, open_until
-        self._prefixes = PrefixCache(place.store, config=PrefixConfig(who="head"))
+    def __init__(self, cache: CacheConfig, *, most: int) -> None:
+        place = cache.place
+        assert place is not None and place.store is not None  # noqa: PT018  the caller looked
+        self._cache, self._timeout_s = cache, place.timeout_s
+        self._host_bytes = most if place.host_bytes is None else place.host_bytes
+        config = PrefixConfig(who="head", timeout_s=place.timeout_s)
+        self._prefixes = PrefixCache(place.store, config=config)
         self._tiers: Tiers | None = None
         self._readers: list[Prefetcher] = []
         self._segments: list[Segment] = []
 
-    def keep(self, model: Model, ids: list[int], row: int, pages: SequencePages, size: int) -> None:
-        """Write a row's full pages to the store, and have them read from there.
+    def keep(
+        self,
+        model: Model,
+        ids: list[int],
+        row: int,
+        pages: SequencePages,
+        during: contextlib.ExitStack,
+    ) -> None:
+        """Write a row's full pages to the store, if they are not there, and read them from there.
 
         Args:
           model: what prefilled them.
           ids: the prompt.
           row: which.
           pages: holds them.
-          size: tokens a page.
+          during: closes what is opened.
 
         Raises:
           KvjaxError: a key or a value is not finite.
           StoreError: the store cannot be written.
         """
-        count = len(ids) // size
+        count = len(ids) // self._cache.page_size
         if not count:
             return
-        keys, values = pages.prompt(row, count)
-        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
-            raise KvjaxError(
-                f"keys or values of {model.name} are not finite in {keys.dtype} and cannot be "
-                f"stored: try CacheConfig(dtype='float32'), and load the model with "
-                f"dtype='float32'"
-            )
-        info = self._prefixes.put(model, ids, PrefilledPages(keys, values, 0.0))
-        segment = self._open_until.enter_context(self._prefixes.store.open_segment(info.key))
+        info = self._prefixes.stored(model, ids, self._cache)
+        if info is None:
+            keys, values = pages.prompt(row, count)
+            if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+                raise KvjaxError(
+                    f"keys or values of {model.name} are not finite in {keys.dtype} and cannot be "
+                    f"stored: try CacheConfig(dtype='float32'), and load the model with "
+                    f"dtype='float32'"
+                )
+            info = self._prefixes.put(model, ids, PrefilledPages(keys, values, 0.0))
+        segment = during.enter_context(self._prefixes.store.open_segment(info.key))
         if self._tiers is None:
-            most = self._place.host_bytes
             self._tiers = Tiers(
-                sum(x.nbytes for x in (keys, values)) if most is None else most,
+                self._host_bytes,
                 segment.unit_shape,
                 segment.grid.numpy_dtype,
                 policy=AttentionFrequency(),
@@ -75,9 +86,9 @@ class PromptStore:
             segment.read,
             self._tiers,
             segment=f"{info.key}.{info.created}",
-            timeout_s=self._place.timeout_s,
+            timeout_s=self._timeout_s,
         )
-        self._readers.append(self._open_until.enter_context(reader))
+        self._readers.append(during.enter_context(reader))
         self._segments.append(segment)
         pages.read_from(row, reader, count)
 

@@ -69,6 +69,13 @@ class Select:
             )
         if not _is_number(self.pooling):
             raise KvjaxError(f"pooling is {self.pooling!r}: must be a number from 0 to 1")
+        try:
+            hash(self.by)
+        except TypeError:
+            raise KvjaxError(
+                f"by is {self.by!r}: must be hashable, since programs are kept by it; make the "
+                f"PageIndex a frozen dataclass of plain values"
+            ) from None
         self.index()
         self.choice()
 
@@ -134,11 +141,12 @@ class Place:
 
     Attributes:
       device_bytes: most bytes of device memory for pages that stay near; None is what the window
-        says. What pages are chosen by comes on top.
+        says. What pages are chosen by, and those that are fetched in a step, come on top.
       host_bytes: most bytes of host memory for a prompt's pages where a store holds them all;
         without a store, host memory holds them all.
       store: URL or folder of a page store that holds every full page of the prompts; later calls
-        find them there. Pages of generated tokens are in host memory.
+        with `prefixes` find them there, later calls with this prefill again. Pages of generated
+        tokens are in host memory.
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds.
 

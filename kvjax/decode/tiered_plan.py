@@ -1,0 +1,131 @@
+"""Shapes of tiered programs: how many pages a step reads, and how many stay near."""
+
+from collections.abc import Sequence
+
+from kvjax.cache import check_pools
+from kvjax.config import CacheConfig
+from kvjax.decode.calls import cache_spec
+from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
+from kvjax.decode.tiered_state import TieredShapes
+from kvjax.errors import KvjaxError
+from kvjax.model import Model
+from kvjax.policies import Choice, Select, Window
+from kvjax.policies.budget import Budget
+from kvjax.spec import KVSpec, pages_for
+
+
+def tiered_plan(
+    model: Model, lengths: Sequence[int], new_tokens: int, cache: CacheConfig
+) -> tuple[TieredShapes, list[int]]:
+    """Shapes, and the pages that each row chooses in a step.
+
+    Args:
+      model: what runs.
+      lengths: tokens of each prompt, all at least 1.
+      new_tokens: most tokens to draw for each.
+      cache: with `select`.
+
+    Raises:
+      KvjaxError: as `TieredCall` says.
+    """
+    select, place = cache.select, cache.place
+    assert select is not None
+    _check_context(model, lengths, new_tokens)
+    check_layers(model)
+    size, spec = cache.page_size, cache_spec(model, cache)
+    check_attention(spec, cache)
+    choice = select.choice()
+    least = choice.first + choice.last
+    tokens = half_step(pages_for(max(lengths), size)) * size
+    longest = max(pages_for(n + max(new_tokens - 1, 0), size) for n in lengths)
+    pages = max(half_step(longest), tokens // size, least)
+    counts = _counts(select, choice, lengths, new_tokens, spec.bytes_per_page(size), size)
+    # Programs have room for more than is chosen, so that few serve all budgets; slots do not.
+    room = min(max(half_step(max(counts)), least), pages)
+    batch = power_of_two(len(lengths))
+    window = cache.window or Window()
+    slots = pages if place is None else min(window.slots(max(counts)) + 1, pages)
+    if place is not None and place.device_bytes is not None:
+        most = _affordable(place.device_bytes, max(counts), pages, batch, spec, size)
+        slots = min(slots, most)
+    check_pools(spec, batch * slots, size)
+    return (
+        TieredShapes(
+            spec=spec,
+            batch=batch,
+            tokens=tokens,
+            pages=pages,
+            page_size=size,
+            room=room,
+            slots=slots,
+            output=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
+            fetches=place is not None,
+            stored=place is not None and place.store is not None,
+            keeps=window.times > 0,
+            evict=window.evict,
+            observe=1 if place is None else place.observe,
+            index=select.index(),
+            choice=choice,
+            attention=cache.attention,
+        ),
+        counts,
+    )
+
+
+def _check_context(model: Model, lengths: Sequence[int], new_tokens: int) -> None:
+    context = model.config.max_context
+    for row, length in enumerate(lengths):
+        if length + new_tokens > context:
+            raise KvjaxError(too_long(row, length, new_tokens, context))
+
+
+def _counts(
+    select: Select,
+    choice: Choice,
+    lengths: Sequence[int],
+    new_tokens: int,
+    page_bytes: int,
+    page_size: int,
+) -> list[int]:
+    """Pages that each row chooses in a step."""
+    least = choice.first + choice.last
+    totals = [max(pages_for(n + new_tokens, page_size), least) for n in lengths]
+    budget = Budget(select.budget)
+    return [
+        budget.pages(total, page_size=page_size, page_bytes=page_bytes, least=least)
+        for total in totals
+    ]
+
+
+def _affordable(
+    device_bytes: int, count: int, pages: int, batch: int, spec: KVSpec, page_size: int
+) -> int:
+    """Slots that device memory has room for.
+
+    Raises:
+      KvjaxError: they are fewer than a step reads.
+    """
+    a_slot = batch * spec.bytes_per_page(page_size)
+    slots, least = device_bytes // a_slot, min(count + 1, pages)
+    if slots < least:
+        rows = "one row" if batch == 1 else f"{batch} rows, a power of two"
+        raise KvjaxError(
+            f"device_bytes is {device_bytes}: the {count} pages of a step and the page that is "
+            f"being filled need {least * a_slot} bytes for {rows}; raise it to that, or lower the "
+            f"budget"
+        )
+    return slots
+
+
+def check_layers(model: Model) -> None:
+    """Refuse a model whose layers do not all see the whole context, or differ in shape.
+
+    Raises:
+      KvjaxError: they do not.
+    """
+    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
+    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
+        raise KvjaxError(
+            f"{model.name} has sliding-window layers or layers of different shapes: pages cannot "
+            f"be selected in them; leave out select"
+        )
