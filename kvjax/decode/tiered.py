@@ -105,10 +105,14 @@ class TieredCall:
         """
         failure = None if self._pages is None else self._pages.failure
         if failure is not None:
+            hint = (
+                ""
+                if self._store is None
+                else "; look at the store with `kvjax store verify`, allow a longer "
+                "Place.timeout_s, or leave out the store"
+            )
             raise KvjaxError(
-                f"pages of a sequence could not be written or read again: {failure}; look at the "
-                f"store with `kvjax store verify`, allow a longer Place.timeout_s, or leave out "
-                f"the store"
+                f"pages of a sequence could not be written or read again: {failure}{hint}"
             ) from failure
 
     def stats(self, state: DecodeState) -> TierStats:

@@ -343,12 +343,14 @@ def failing(monkeypatch):
     ("method", "after"), [("put", 3), ("collect", 1), ("collect", 9), ("append", 2)]
 )
 def test_host_memory_that_fails_is_an_error_and_no_text(failing, method, after):
-    """The program runs on with zeros to its end, and what it drew is dropped."""
+    """The loop ends, and what it drew is dropped."""
     prompts = [prompt(n, seed) for seed, n in enumerate(BATCHES[0])]
     options = {"max_new_tokens": NEW, "cache": over_tiers("low-bit", "100%", times=0)}
     options["sampling"] = Sampling(temperature=1.5, top_k=20)
     failing(method, after)
-    with pytest.raises(KvjaxError, match=r"pages of a sequence could not be kept: .*fire") as error:
+    with pytest.raises(
+        KvjaxError, match=r"pages of a sequence could not be written or read again: .*fire"
+    ) as error:
         generate(made(), prompts, **options)
     assert isinstance(error.value.__cause__, OSError)
 
