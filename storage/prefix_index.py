@@ -77,8 +77,9 @@ class PrefixIndex:
           layout: only segments of this layout; None takes all.
 
         Returns:
-          Candidates with the most pages first (of equals the longest segment, which serves the
-          most prompts, then the newest), and the reasons why a segment with a fitting key was none.
+          Candidates with the most pages first (of equals the one that shares the most tokens, then
+          the longest, which serves the most prompts, then the newest), and the reasons why a
+          segment with a fitting key was none.
         """
         found: dict[str, Candidate] = {}
         rejected: set[Reason] = set()
@@ -97,9 +98,11 @@ class PrefixIndex:
                 else:
                     found[key] = Candidate(key, page, manifest)
 
-        def rank(candidate: Candidate) -> tuple[int, int, float, str]:
+        def rank(candidate: Candidate) -> tuple[int, int, int, float, str]:
             manifest = candidate.manifest
-            return -candidate.pages, -manifest.grid.pages, -manifest.created, candidate.key
+            shared = _common(manifest.tokens, tokens)
+            pages = manifest.grid.pages
+            return -candidate.pages, -shared, -pages, -manifest.created, candidate.key
 
         return sorted(found.values(), key=rank), rejected
 
@@ -128,3 +131,10 @@ class PrefixIndex:
         entry = self.entries[key]
         sharing = {other for page in entry.page_keys for other in self._holders[page]}
         return [self.entries[other] for other in sharing if entry in self.covering(other)]
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first tokens two sequences share."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length

@@ -37,6 +37,7 @@ class SequencePages:
 
     Attributes:
       failure: the first error; None while all is well.
+      failed_row: the row whose stored pages could not be read, if that is what failed.
       bytes_moved: keys and values that were handed out.
     """
 
@@ -57,6 +58,7 @@ class SequencePages:
         self._numbers = itertools.count(1)
         self._tickets: dict[int, dict[int, int]] = {}
         self.failure: BaseException | None = None
+        self.failed_row: int | None = None
         self.bytes_moved = 0
 
     @property
@@ -132,6 +134,7 @@ class SequencePages:
         """
         number = next(self._numbers)
         tickets: dict[int, int] = {}
+        row = 0
         if self.failure is None:
             try:
                 for row, held in enumerate(self._rows):
@@ -142,7 +145,7 @@ class SequencePages:
                         held.reader.touch(units, mass, np.ones_like(mass))
                         tickets[row] = held.reader.issue(units, demand=True)
             except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-                self.failure = error
+                self._failed(row, error)
         if tickets:  # where nothing is missing, nobody collects
             self._tickets[number] = tickets
         return number
@@ -165,6 +168,7 @@ class SequencePages:
         if self.failure is not None:
             out[:] = np.nan
             return out
+        row = 0
         try:
             for row, held in enumerate(self._rows):
                 own = ids[row]
@@ -181,9 +185,13 @@ class SequencePages:
                     moved += len(head)
                 self.bytes_moved += moved * self._page_bytes
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-            self.failure = error
+            self._failed(row, error)
             out[:] = np.nan
         return out
+
+    def _failed(self, row: int, error: BaseException) -> None:
+        self.failure = error
+        self.failed_row = row if self._rows[row].reader is not None else None
 
 
 def _units(layer: int, head: NDArray[Any], page: Ids) -> Ids:

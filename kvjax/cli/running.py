@@ -36,9 +36,9 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
         if stats.ttft_seconds is not None:
             rows.append(("time to first token", f"{stats.ttft_seconds:.2f} s"))
         rows.append(("tokens a second", f"{stats.tokens_per_second:.1f}"))
-    rows.append(
-        ("pages used / total", f"{stats.pages_used:,} / {stats.pages_total:,} of {stats.page_size}")
-    )
+    if stats.tiers is None:
+        pages = f"{stats.pages_used:,} / {stats.pages_total:,} of {stats.page_size}"
+        rows.append(("pages used / total", pages))
     for dtype, count in stats.cache_bytes.items():
         rows.append((f"cache, {dtype}", size_of(count)))
     if stats.prefix is not None:

@@ -133,17 +133,19 @@ def with_tiers(
 def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:
     """What selected pages moved, as rows of a table."""
     ratio = tiers.hit_ratio
+    host = tiers.host_bytes + (tiers.store.host_bytes if tiers.store else 0)
     rows = [
-        ("pages a step reads, slots", f"{tiers.pages_chosen:,}, {tiers.slots:,}"),
-        ("were near", "-" if ratio is None else f"{ratio:.1%} of {tiers.reads:,}"),
+        ("pages a KV head reads a step", f"{tiers.pages_chosen:,}"),
+        ("pages a KV head has near", f"{tiers.slots:,}"),
+        ("page reads that were near", "-" if ratio is None else f"{ratio:.1%} of {tiers.reads:,}"),
         ("fetched", size_of(tiers.bytes_moved)),
         ("index", size_of(tiers.index_bytes)),
-        ("host memory", size_of(tiers.host_bytes + (tiers.store.host_bytes if tiers.store else 0))),
+        ("room in host memory", size_of(host)),
     ]
     if tiers.store is not None:
         rows += [
             ("read from the store", size_of(tiers.store.bytes_read)),
-            ("of the store, in memory", f"{tiers.store.host_hits:,} of {tiers.store.units:,}"),
+            ("of fetches, in host memory", f"{tiers.store.host_hits:,} of {tiers.store.units:,}"),
             ("waited for reads", f"{tiers.store.wait_seconds:.3f} s"),
         ]
     return rows

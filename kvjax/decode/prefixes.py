@@ -32,6 +32,7 @@ from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.storage.errors import (
     ReadFailedError,
+    Reason,
     SegmentError,
     StoreError,
     StoreFullError,
@@ -144,6 +145,19 @@ class PrefixCache:
         report = progress or (lambda phase, share: None)
         pages = prefilled_pages(model, ids, cache, prefill_chunk, report)
         return self.put(model, ids, pages, label=label)
+
+    def longest(self, model: Model, ids: list[int], cache: CacheConfig) -> Match | None:
+        """The stored prefix that shares the most full pages with a prompt, open.
+
+        Args:
+          model: what prefilled it.
+          ids: the prompt.
+          cache: page size and dtype.
+        """
+        name = identity(model, cache_spec(model, cache).dtype, self._tenant)
+        layers = model.config.layers
+        layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
+        return self.store.find(name, ids, layout=layout)
 
     def stored(self, model: Model, ids: list[int], cache: CacheConfig) -> SegmentInfo | None:
         """What is stored of a prompt already, if it is all of it and with what to choose by.
@@ -331,16 +345,31 @@ class PrefixCache:
                 )
         return match
 
+    def report(self, info: SegmentInfo, error: BaseException) -> Reason:
+        """Take note of a fault that a reader of a stored prefix met, in the store too.
+
+        What is damaged is not found any more, and written anew when it is put again.
+
+        Args:
+          info: of the prefix.
+          error: what reading it raised.
+
+        Returns:
+          The fault, as the store counts it.
+        """
+        self._open.drop(info.key)
+        fault: BaseException | None = error
+        while fault is not None and not isinstance(fault, UnitError | SegmentError):
+            fault = fault.__cause__
+        late = isinstance(error, TimeoutError) or getattr(error, "reason", "") == "timeout"
+        reason: Reason = "timeout" if late else "io" if fault is None else fault.reason
+        self.store.report(info.key, reason, info.created)
+        return reason
+
     def _failed(self, error: BaseException, info: SegmentInfo | None) -> NotLoaded:
-        """Take note of a fault, in the store too; then raise it, or say that there was one."""
+        """Take note of a fault, then raise it, or say that there was one."""
         if info is not None:
-            self._open.drop(info.key)
-            fault: BaseException | None = error
-            while fault is not None and not isinstance(fault, UnitError | SegmentError):
-                fault = fault.__cause__
-            late = isinstance(error, TimeoutError) or getattr(error, "reason", "") == "timeout"
-            reason = "timeout" if late else "io" if fault is None else fault.reason
-            self.store.report(info.key, reason, info.created)
+            self.report(info, error)
         if self.config.on_read_failure == "fail":
             raise KvjaxError(f"a stored prefix could not be read: {error}") from error
         return NotLoaded(f"it could not be read: {error}")

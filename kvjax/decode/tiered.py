@@ -103,14 +103,16 @@ class TieredCall:
         Raises:
           KvjaxError: something did; what was drawn since is of no use.
         """
-        failure = None if self._pages is None else self._pages.failure
-        if failure is not None:
-            hint = (
-                ""
-                if self._store is None
-                else "; look at the store with `kvjax store verify`, allow a longer "
-                "Place.timeout_s, or leave out the store"
-            )
+        pages = self._pages
+        failure = None if pages is None else pages.failure
+        if pages is not None and failure is not None:
+            hint = ""
+            if self._store is not None and pages.failed_row is not None:
+                self._store.failed(pages.failed_row, failure)
+                hint = (
+                    "; call again, which writes damaged pages anew, allow a longer "
+                    "Place.timeout_s, or leave out the store"
+                )
             raise KvjaxError(
                 f"pages of a sequence could not be written or read again: {failure}{hint}"
             ) from failure

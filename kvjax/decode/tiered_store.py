@@ -1,8 +1,10 @@
 """Prompts of a tiered call in a page store: written once, then read page by page."""
 
 import contextlib
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvjax.config import CacheConfig
 from kvjax.decode.prefilled_pages import PrefilledPages
@@ -11,11 +13,16 @@ from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
+from kvjax.storage.errors import DAMAGED, SegmentError, StoreError
+from kvjax.storage.page_store import Match
 from kvjax.storage.placement import AttentionFrequency
 from kvjax.storage.prefetch import Prefetcher
 from kvjax.storage.segment import Segment
 from kvjax.storage.sequence_pages import SequencePages
 from kvjax.storage.tiers import Tiers
+
+SHARED = 0.75
+"""The least share of a prompt's pages that a stored one must have to serve it."""
 
 
 class PromptStore:
@@ -38,7 +45,7 @@ class PromptStore:
         self._prefixes = PrefixCache(place.store, config=config)
         self._tiers: Tiers | None = None
         self._readers: list[Prefetcher] = []
-        self._segments: list[Segment] = []
+        self._segments: dict[int, Segment] = {}
 
     def keep(
         self,
@@ -48,7 +55,9 @@ class PromptStore:
         pages: SequencePages,
         during: contextlib.ExitStack,
     ) -> None:
-        """Write a row's full pages to the store, if they are not there, and read them from there.
+        """Have a row's full pages read from the store; they are written if they are not there.
+
+        A stored prompt that shares most of them will do; the others then stay in host memory.
 
         Args:
           model: what prefilled them.
@@ -64,17 +73,12 @@ class PromptStore:
         count = len(ids) // self._cache.page_size
         if not count:
             return
-        info = self._prefixes.stored(model, ids, self._cache)
-        if info is None:
-            keys, values = pages.prompt(row, count)
-            if not (np.isfinite(keys).all() and np.isfinite(values).all()):
-                raise KvjaxError(
-                    f"keys or values of {model.name} are not finite in {keys.dtype} and cannot be "
-                    f"stored: try CacheConfig(dtype='float32'), and load the model with "
-                    f"dtype='float32'"
-                )
-            info = self._prefixes.put(model, ids, PrefilledPages(keys, values, 0.0))
-        segment = during.enter_context(self._prefixes.store.open_segment(info.key))
+        match = self._prefixes.longest(model, ids, self._cache)
+        if match is None or match.pages < SHARED * count:
+            if match is not None:
+                match.segment.close()
+            match = Match(self._written(model, ids, pages.prompt(row, count)), count)
+        segment = during.enter_context(match.segment)
         if self._tiers is None:
             self._tiers = Tiers(
                 self._host_bytes,
@@ -85,18 +89,44 @@ class PromptStore:
         reader = Prefetcher(
             segment.read,
             self._tiers,
-            segment=f"{info.key}.{info.created}",
+            segment=f"{segment.info.key}.{segment.info.created}",
             timeout_s=self._timeout_s,
         )
         self._readers.append(during.enter_context(reader))
-        self._segments.append(segment)
-        pages.read_from(row, reader, count)
+        self._segments[row] = segment
+        pages.read_from(row, reader, match.pages)
+
+    def _written(
+        self, model: Model, ids: list[int], both: tuple[NDArray[Any], NDArray[Any]]
+    ) -> Segment:
+        """A new segment of a prompt's pages, open."""
+        keys, values = both
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise KvjaxError(
+                f"keys or values of {model.name} are not finite in {keys.dtype} and cannot be "
+                f"stored: try CacheConfig(dtype='float32'), and load the model with "
+                f"dtype='float32'"
+            )
+        info = self._prefixes.put(model, ids, PrefilledPages(keys, values, 0.0))
+        return self._prefixes.store.open_segment(info.key)
+
+    def failed(self, row: int, error: BaseException) -> None:
+        """Tell the store that reading failed; what is damaged is removed, and written anew.
+
+        Args:
+          row: whose pages were read.
+          error: what that raised.
+        """
+        info = self._segments[row].info
+        if self._prefixes.report(info, error) in DAMAGED:
+            with contextlib.suppress(StoreError, SegmentError):  # it may be gone already
+                self._prefixes.store.remove(info.key)
 
     def reads(self) -> TierReads:
         """What was read so far."""
         counts = [reader.counts() for reader in self._readers]
         return TierReads(
-            bytes_read=sum(segment.bytes_read().payload for segment in self._segments),
+            bytes_read=sum(segment.bytes_read().payload for segment in self._segments.values()),
             host_hits=sum(c.host_hits for c in counts),
             units=sum(c.needed for c in counts),
             wait_seconds=sum(c.wait_s for c in counts),

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.errors import KvjaxError
 from kvjax.policies.entries import hold, loose, write_page
 from kvjax.policies.mass import softmax_mass
 from kvjax.policies.sketch import Sketch
@@ -99,6 +100,10 @@ class PerPage:
     """
 
     sketch: Sketch
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sketch, Sketch) or isinstance(self.sketch, type):
+            raise KvjaxError(f"sketch is {self.sketch!r}: must be a sketch, such as MeanKeys()")
 
     def build(self, keys: Float[Array, "N Hkv P D"], pages: Int32[Array, ""]) -> dict[str, Array]:
         """See `PageIndex.build`: the sketch's own arrays, [Hkv, N, ...], held by their bits."""

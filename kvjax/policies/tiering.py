@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import os
 from typing import Literal, get_args
 
 from kvjax.errors import KvjaxError, check_integer
@@ -63,7 +64,8 @@ class Select:
     def __post_init__(self) -> None:
         Budget(self.budget)
         named = isinstance(self.by, str) and self.by in NAMES
-        if not (named or isinstance(self.by, PageIndex)):
+        index = isinstance(self.by, PageIndex) and not isinstance(self.by, type)
+        if not (named or index):
             raise KvjaxError(
                 f"by is {self.by!r}: must be one of {', '.join(NAMES)}, or a PageIndex"
             )
@@ -145,8 +147,9 @@ class Place:
       host_bytes: most bytes of host memory for a prompt's pages where a store holds them all;
         without a store, host memory holds them all.
       store: URL or folder of a page store that holds every full page of the prompts; later calls
-        with `prefixes` find them there, later calls with this prefill again. Pages of generated
-        tokens are in host memory.
+        with `prefixes` find them there, later calls with this prefill again, and read a stored
+        prompt's pages that they share if these are most. Other pages, and those of generated
+        tokens, are in host memory.
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds.
 
@@ -156,7 +159,7 @@ class Place:
 
     device_bytes: int | None = None
     host_bytes: int | None = None
-    store: str | None = None
+    store: str | os.PathLike[str] | None = None
     observe: int = 32
     timeout_s: float = 30.0
 
@@ -164,6 +167,8 @@ class Place:
         for name in ("device_bytes", "host_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, " bytes, or None")
+        if isinstance(self.store, os.PathLike):
+            object.__setattr__(self, "store", os.fspath(self.store))
         if self.store is not None and not (isinstance(self.store, str) and self.store):
             raise KvjaxError(f"store is {self.store!r}: must be a URL or a folder's path, or None")
         if self.host_bytes is not None and self.store is None:

@@ -48,7 +48,7 @@ def test_all_pages_selected_are_the_plain_answer(run, folder):
 def test_the_table_says_what_moved(run):
     result = run(DOCUMENT, "--select", "mean", "--step-budget", "2 pages", "--window", "0")
     assert result.exit_code == 0, result.output
-    for row in ("were near", "fetched", "index", "host memory"):
+    for row in ("reads that were near", "fetched", "index", "room in host memory"):
         assert row in result.output
 
 
