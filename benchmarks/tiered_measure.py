@@ -167,4 +167,5 @@ def _decode(
     _, state, logprobs, tokens = carry
     if not tiered:
         return logprobs, tokens, 0, 0
-    return logprobs, tokens, state.cache.traffic.chosen, state.cache.traffic.missed
+    traffic = state.cache.traffic
+    return logprobs, tokens, jnp.sum(traffic.chosen), jnp.sum(traffic.missed)
