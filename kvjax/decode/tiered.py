@@ -90,10 +90,12 @@ class TieredCall:
                 program = meter.program(
                     _prefill, (model.graphdef, shapes), model.params, state, *given, **IN_PLACE
                 )
+                began = meter.seconds
                 state = jax.block_until_ready(program(model.params, state, *given))
+                took = meter.seconds - began
                 self.check()
                 if self._store is not None and self._pages is not None:
-                    self._store.keep(model, ids, row, self._pages, during)
+                    self._store.keep(model, ids, row, self._pages, during, seconds=took)
             progress("prefill", 1.0)
             yield state
 

@@ -1,10 +1,8 @@
 """Prompts of a tiered call in a page store: written once, then read page by page."""
 
 import contextlib
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvjax.config import CacheConfig
 from kvjax.decode.prefilled_pages import PrefilledPages
@@ -54,6 +52,8 @@ class PromptStore:
         row: int,
         pages: SequencePages,
         during: contextlib.ExitStack,
+        *,
+        seconds: float,
     ) -> None:
         """Have a row's full pages read from the store; they are written if they are not there.
 
@@ -65,6 +65,7 @@ class PromptStore:
           row: which.
           pages: holds them.
           during: closes what is opened.
+          seconds: that prefilling took.
 
         Raises:
           KvjaxError: a key or a value is not finite.
@@ -77,7 +78,8 @@ class PromptStore:
         if match is None or match.pages < SHARED * count:
             if match is not None:
                 match.segment.close()
-            match = Match(self._written(model, ids, pages.prompt(row, count)), count)
+            prefilled = PrefilledPages(*pages.prompt(row, count), seconds)
+            match = Match(self._written(model, ids, prefilled), count)
         segment = during.enter_context(match.segment)
         if self._tiers is None:
             self._tiers = Tiers(
@@ -96,18 +98,15 @@ class PromptStore:
         self._segments[row] = segment
         pages.read_from(row, reader, match.pages)
 
-    def _written(
-        self, model: Model, ids: list[int], both: tuple[NDArray[Any], NDArray[Any]]
-    ) -> Segment:
+    def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
         """A new segment of a prompt's pages, open."""
-        keys, values = both
-        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        if not (np.isfinite(pages.keys).all() and np.isfinite(pages.values).all()):
             raise KvjaxError(
-                f"keys or values of {model.name} are not finite in {keys.dtype} and cannot be "
-                f"stored: try CacheConfig(dtype='float32'), and load the model with "
+                f"keys or values of {model.name} are not finite in {pages.keys.dtype} and cannot "
+                f"be stored: try CacheConfig(dtype='float32'), and load the model with "
                 f"dtype='float32'"
             )
-        info = self._prefixes.put(model, ids, PrefilledPages(keys, values, 0.0))
+        info = self._prefixes.put(model, ids, pages)
         return self._prefixes.store.open_segment(info.key)
 
     def failed(self, row: int, error: BaseException) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from kvjax.config import CacheConfig
-from kvjax.decode import PrefixCache, generate
+from kvjax.decode import PrefixCache, PrefixConfig, generate
+from kvjax.decode.open_prefixes import PREFILL_S
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
 from kvjax.storage.page_store import PageStore
@@ -36,6 +37,19 @@ def test_a_damaged_prompt_fails_once_and_is_written_anew(tiny, tmp_path):
         answer(tiny, PROMPT, tmp_path / "pages")
     assert answer(tiny, PROMPT, tmp_path / "pages").tokens == first.tokens
     assert not PageStore.open(tmp_path / "pages").verify()
+
+
+def test_what_is_stored_serves_calls_that_read_prefixes(tiny, tmp_path):
+    """With what prefilling took, or it would be estimated to be faster than any read."""
+    answer(tiny, PROMPT, tmp_path)
+    prefixes = PrefixCache(tmp_path, config=PrefixConfig(budget="100%", load_policy="load"))
+    (info,) = prefixes.store.segments()
+    with prefixes.store.open_segment(info.key) as segment:
+        assert segment.sketches(PREFILL_S)[PREFILL_S] > 0
+    used = generate(tiny, [*PROMPT, 1, 2], max_new_tokens=4, prefixes=prefixes)
+    plain = generate(tiny, [*PROMPT, 1, 2], max_new_tokens=4)
+    assert used.tokens == plain.tokens
+    assert used.stats.prefix is not None
 
 
 def test_questions_about_one_document_share_its_pages(tiny, tmp_path):
