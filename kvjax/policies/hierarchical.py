@@ -50,7 +50,7 @@ class Hierarchical:
                 f"below is {self.below!r}: must be a sketch, such as LowBitKeys(3) or MeanKeys()"
             )
         check_integer("pages_per_cluster", self.pages_per_cluster, 1)
-        if not 0 < self.probe <= 1:
+        if not (isinstance(self.probe, int | float) and 0 < self.probe <= 1):
             raise KvjaxError(
                 f"probe is {self.probe!r}: must be above 0 and at most 1, the share of the pages "
                 f"that are scored"

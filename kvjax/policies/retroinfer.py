@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.clusters import Clustering, cluster_mass, cluster_scores
 from kvjax.policies.entries import hold, loose, write_page
 from kvjax.policies.index import live_keys, live_mass
@@ -41,6 +41,7 @@ class RetroInfer:
     covered: float = 0.25
 
     def __post_init__(self) -> None:
+        check_integer("tokens_per_cluster", self.tokens_per_cluster, 1)
         _ = self.clustering
         if not 0 < self.covered <= 1:
             raise KvjaxError(
