@@ -81,7 +81,7 @@ def test_the_whole_loop_is_one_program(there):
 
 
 @pytest.mark.slow
-def test_prefill_holds_the_pages_of_one_layer_at_a_time(there):
+def test_prefill_is_a_program_that_writes_its_slots_in_place(there):
     call = Call(128)
     shapes, state = tiered(call)
     number = jax.ShapeDtypeStruct((), jnp.int32)
