@@ -1,18 +1,14 @@
 """A solved plan of resident windows: how many slots each layer's KV heads have, kept as a file."""
 
 import dataclasses
-import hashlib
-import json
 import os
-import pathlib
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
 from kvjax.errors import KvjaxError, check_integer, is_integer
-from kvjax.storage.files import publish
+from kvjax.policies.sealed import read_sealed, write_sealed
 
 MAGIC = "kvjax window plan"
 VERSION = 1
@@ -96,10 +92,7 @@ class WindowPlan:
         Raises:
           OSError: it cannot be written.
         """
-        body = dataclasses.asdict(self)
-        head = {"magic": MAGIC, "version": VERSION, "sha256": _digest(body)}
-        with publish(path) as unfinished:
-            unfinished.write_text(json.dumps(head | {"body": body}) + "\n", encoding="utf-8")
+        write_sealed(path, dataclasses.asdict(self), magic=MAGIC, version=VERSION)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, model: str, page_size: int) -> "WindowPlan":
@@ -115,52 +108,20 @@ class WindowPlan:
             the plan is another model's or another page size's.
           OSError: it cannot be read.
         """
-        plan = _decode(f"window plan {os.fspath(path)}", _read(path))
+        what, name = "window plan", f"window plan {os.fspath(path)}"
+        body = read_sealed(path, what=what, magic=MAGIC, version=VERSION, again=_AGAIN)
+        try:
+            slots = tuple(tuple(row) for row in body["slots"])
+            plan = cls(slots, body["model"], body["page_size"])
+        except (KeyError, TypeError, KvjaxError) as error:
+            raise KvjaxError(f"{name} lacks or mistakes a field ({error}): {_AGAIN}") from error
         if plan.model != model:
             raise KvjaxError(
-                f"window plan {os.fspath(path)} is for model {plan.model[:12]}, and this one is "
-                f"{model[:12]}: {_AGAIN}"
+                f"{name} is for model {plan.model[:12]}, and this one is {model[:12]}: {_AGAIN}"
             )
         if plan.page_size != page_size:
             raise KvjaxError(
-                f"window plan {os.fspath(path)} is for pages of {plan.page_size} tokens, and these "
-                f"hold {page_size}: use that page size, or {_AGAIN}"
+                f"{name} is for pages of {plan.page_size} tokens, and these hold {page_size}: use "
+                f"that page size, or {_AGAIN}"
             )
         return plan
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        return pathlib.Path(path).read_bytes()
-    except FileNotFoundError as error:
-        raise KvjaxError(
-            f"window plan {os.fspath(path)} does not exist: give the path that a plan was saved to"
-        ) from error
-
-
-def _decode(name: str, data: bytes) -> WindowPlan:
-    """The plan in a file's bytes; `name` begins every refusal."""
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise KvjaxError(f"{name} is torn or no plan (no JSON: {error}): {_AGAIN}") from error
-    if not isinstance(parsed, dict) or parsed.get("magic") != MAGIC:
-        raise KvjaxError(f"{name} is something else: it does not say {MAGIC!r}")
-    if parsed.get("version") != VERSION:
-        raise KvjaxError(
-            f"{name} has version {parsed.get('version')!r}, and this program reads {VERSION}: "
-            f"{_AGAIN}"
-        )
-    body = parsed.get("body")
-    if not isinstance(body, dict) or parsed.get("sha256") != _digest(body):
-        raise KvjaxError(f"{name} is damaged, it is not what was written: {_AGAIN}")
-    try:
-        slots = tuple(tuple(row) for row in body["slots"])
-        return WindowPlan(slots, body["model"], body["page_size"])
-    except (KeyError, TypeError, KvjaxError) as error:
-        raise KvjaxError(f"{name} lacks or mistakes a field ({error}): {_AGAIN}") from error
-
-
-def _digest(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
