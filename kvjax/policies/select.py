@@ -4,13 +4,14 @@ import dataclasses
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from kvjax.errors import KvjaxError
 from kvjax.pallas_kernels import select_pages
 
 Who = Literal["head", "layer", "period"]
-Aggregate = Literal["sum", "max", "mean"]
+Aggregate = Literal["sum", "max", "mean", "query"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,11 @@ class Choice:
         "period": the first of `period` layers chooses for all of them (ContiguousKV,
         arXiv:2601.13631).
       period: layers that share a choice if `who` is "period".
-      aggregate: how the mass of several query heads becomes one number.
+      aggregate: how query heads that choose together agree: by the "sum", "max" or "mean" of their
+        mass; or "query", by turns: each query head names the page of greatest mass to it that it
+        has not named yet, those that nobody named before are in, and so on until there are enough.
+        In the last turn the pages of greatest mass to any head are in. Quest (arXiv:2406.10774)
+        lets each query head read its own pages; here a KV head reads what its query heads name.
       first: how many of the first pages are always in (the attention sinks).
       last: how many of the last live pages are always in.
       pooling: the share of a neighbour's mass that a page counts with if its own is less, 0 to 1.
@@ -110,14 +115,14 @@ def select(
         )
     grouped = mass.reshape(kv_heads if choice.who == "head" else 1, -1, num_pages)
     grouped = jnp.where(jnp.isnan(grouped), 0, grouped)
-    if choice.aggregate == "max":
-        score = jnp.max(grouped, axis=1)
+    if choice.aggregate == "query":
+        score = _by_turns(_pooled(grouped, pages, choice.pooling), pages, room, choice)
+    elif choice.aggregate == "max":
+        score = _pooled(jnp.max(grouped, axis=1), pages, choice.pooling)
     elif choice.aggregate == "mean":
-        score = jnp.mean(grouped, axis=1)
+        score = _pooled(jnp.mean(grouped, axis=1), pages, choice.pooling)
     else:
-        score = jnp.sum(grouped, axis=1)
-    if choice.pooling:
-        score = _pooled(score, pages, choice.pooling)
+        score = _pooled(jnp.sum(grouped, axis=1), pages, choice.pooling)
     budgets = None if count is None else jnp.broadcast_to(count, score[None, :, 0].shape)
     chosen = select_pages(
         score[None],
@@ -130,12 +135,36 @@ def select(
     return jnp.broadcast_to(chosen.pages[0], (kv_heads, room))
 
 
-def _pooled(
-    score: Float32[Array, "H N"], pages: Int32[Array, ""], share: float
+def _by_turns(
+    mass: Float32[Array, "H G N"], pages: Int32[Array, ""], room: int, choice: Choice
 ) -> Float32[Array, "H N"]:
+    """Scores that fall in the order in which G heads name pages.
+
+    Pages that are always in are not named, and have the lowest scores, as those that do not exist.
+    """
+    heads, group, num_pages = mass.shape
+    page = jnp.arange(num_pages, dtype=jnp.int32)
+    free = (page >= choice.first) & (page < pages - choice.last)
+    mass = jnp.where(free[None, None], mass, -jnp.inf)
+    named = lax.top_k(mass, room)[1].reshape(heads, -1)  # K turns fill any list
+    turn = jnp.tile(jnp.arange(room, dtype=jnp.int32), group)
+    head = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    first = jnp.full((heads, num_pages), room, jnp.int32).at[head, named].min(turn[None])
+    keys = (first, -jnp.max(mass, axis=1), jnp.broadcast_to(page, first.shape))
+    order = lax.sort(keys, dimension=1, is_stable=True, num_keys=2)[2]
+    falling = -page.astype(jnp.float32)
+    return jnp.zeros((heads, num_pages), jnp.float32).at[head, order].set(falling[None])
+
+
+def _pooled(
+    score: Float32[Array, "*H N"], pages: Int32[Array, ""], share: float
+) -> Float32[Array, "*H N"]:
     """The greater of a page's own mass and a share of a live neighbour's."""
-    live = jnp.arange(score.shape[1], dtype=jnp.int32)[None, :] < pages
-    score = jnp.where(live, score, 0)
-    before = jnp.pad(score, ((0, 0), (1, 0)))[:, :-1]
-    after = jnp.pad(score, ((0, 0), (0, 1)))[:, 1:]
+    if not share:
+        return score
+    live = jnp.arange(score.shape[-1], dtype=jnp.int32) < pages
+    score = jnp.where(jnp.broadcast_to(live, score.shape), score, 0)
+    sides = ((0, 0),) * (score.ndim - 1)
+    before = jnp.pad(score, (*sides, (1, 0)))[..., :-1]
+    after = jnp.pad(score, (*sides, (0, 1)))[..., 1:]
     return jnp.maximum(score, share * jnp.maximum(before, after))

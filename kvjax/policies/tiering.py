@@ -48,7 +48,8 @@ class Select:
         the exact keys, an oracle that keeps all of them on the device; or any
         `kvjax.policies.PageIndex`.
       bits: of low-bit keys, 2, 3 or 4.
-      aggregate: how the attention of the query heads of a KV head becomes one number.
+      aggregate: how the query heads of a KV head agree: by the "sum", "max" or "mean" of their
+        attention, or by turns, "query", each naming the page it attends to most; see `Choice`.
       pooling: the share of a neighbour's attention that a page counts with; see `Choice`.
 
     Raises:

@@ -29,6 +29,11 @@ def plainly(mass, pages, kv_heads, room, count, choice):
     """The same in plain Python: sort by (forced, mass, page) and take the first."""
     num_pages = mass.shape[1]
     rows = kv_heads if choice.who == "head" else 1
+    if choice.aggregate == "query":
+        groups = mass.reshape(rows, -1, num_pages)[:, :, :pages]
+        lists = [by_turns(group, pages, count, choice) for group in groups]
+        lists = [ids + [num_pages] * (room - len(ids)) for ids in lists]
+        return np.array(lists if rows == kv_heads else lists * kv_heads)
     score = REDUCE[choice.aggregate](mass.reshape(rows, -1, num_pages), axis=1)
     result = []
     for row in score:
@@ -44,6 +49,20 @@ def plainly(mass, pages, kv_heads, room, count, choice):
     return np.array(result if rows == kv_heads else result * kv_heads)
 
 
+def by_turns(group, pages, count, choice):
+    """Each head of a group in turn names its best page that it has not named, until it is full."""
+    group = [pooled(row, choice.pooling) for row in group]
+    chosen = {page for page in range(pages) if page < choice.first or page >= pages - choice.last}
+    wishes = [
+        sorted(set(range(pages)) - chosen, key=lambda page, row=row: (-row[page], page))
+        for row in group
+    ]
+    for turn in zip(*wishes, strict=True):
+        fresh = sorted(set(turn) - chosen, key=lambda page: (-max(r[page] for r in group), page))
+        chosen |= set(fresh[: max(count - len(chosen), 0)])
+    return sorted(chosen)
+
+
 def pooled(row, share):
     """Each page's own mass or a share of a neighbour's, by hand."""
     near = [[row[i] for i in (page - 1, page + 1) if 0 <= i < len(row)] for page in range(len(row))]
@@ -57,7 +76,7 @@ WHO = ("head", "layer", "period")
 
 
 @pytest.mark.parametrize(
-    "choice", [*itertools.starmap(Choice, itertools.product(WHO, [4], REDUCE))]
+    "choice", [*itertools.starmap(Choice, itertools.product(WHO, [4], [*REDUCE, "query"]))]
 )
 @pytest.mark.parametrize(("pages", "count"), [(12, 6), (12, 2), (9, 5), (4, 6), (1, 6), (0, 6)])
 def test_the_greatest_are_chosen(choice, pages, count):
@@ -68,11 +87,12 @@ def test_the_greatest_are_chosen(choice, pages, count):
 
 
 @pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("aggregate", ["sum", "query"])
 @pytest.mark.parametrize("pooling", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize(("pages", "count"), [(12, 6), (9, 5), (4, 6), (1, 6), (0, 6)])
-def test_what_begins_in_a_page_may_go_on_in_the_next(who, pooling, pages, count):
+def test_what_begins_in_a_page_may_go_on_in_the_next(who, aggregate, pooling, pages, count):
     """Pages past the last live one hold anything, and lend nothing."""
-    choice = Choice(who, pooling=pooling)
+    choice = Choice(who, aggregate=aggregate, pooling=pooling)
     mass = np.random.default_rng(1).integers(0, 9, size=(6, 12)).astype(np.float32)
     mass[:, pages:] = 1e9
     ids = chosen(mass, pages, 2, 6, count, choice)
@@ -127,6 +147,35 @@ def test_how_heads_are_aggregated_matters():
     np.testing.assert_array_equal(chosen(mass, 4, 1, 1, choice=bare(aggregate="sum")), [[2]])
     np.testing.assert_array_equal(chosen(mass, 4, 1, 1, choice=bare(aggregate="mean")), [[2]])
     np.testing.assert_array_equal(chosen(mass, 4, 1, 1, choice=bare(aggregate="max")), [[1]])
+    mass = np.array([[9, 8, 7, 0, 0], [0, 0, 1, 3, 2]], np.float32)
+    np.testing.assert_array_equal(chosen(mass, 5, 1, 3, choice=bare(aggregate="max")), [[0, 1, 2]])
+    by_query = bare(aggregate="query")
+    for room, wanted in ((1, [0]), (2, [0, 3]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])):
+        np.testing.assert_array_equal(chosen(mass, 5, 1, room, choice=by_query), [wanted])
+        few = chosen(mass, 5, 1, 5, room, choice=by_query)
+        np.testing.assert_array_equal(few, [wanted + [5] * (5 - room)])
+
+
+@pytest.mark.parametrize("pages", [40, 23, 3])
+def test_a_query_head_alone_chooses_by_its_mass(pages):
+    mass = np.random.default_rng(3).random((4, 40), np.float32)
+    own, summed = (chosen(mass, pages, 4, 9, choice=Choice(aggregate=a)) for a in ("query", "sum"))
+    np.testing.assert_array_equal(own, summed)
+
+
+def test_no_head_is_outvoted():
+    """The best page of each head is in, however little mass it has next to the others'."""
+    rng = np.random.default_rng(4)
+    mass = rng.random((8, 40), np.float32) * np.repeat([1e-6, 1, 1, 1], 2)[:, None]
+    ids = chosen(mass, 40, 2, 8, choice=Choice(aggregate="query"))
+    for head, row in enumerate(mass):
+        assert 1 + np.argmax(row[1:-1]) in ids[head // 4]
+
+
+def test_heads_of_nan_name_the_earliest_pages():
+    mass = np.array([[np.nan] * 8, [0, 1, 2, 3, 4, 5, 6, 7]], np.float32)
+    ids = chosen(mass, 8, 1, 6, choice=Choice(aggregate="query"))
+    np.testing.assert_array_equal(ids, [[0, 1, 2, 5, 6, 7]])
 
 
 def test_who_decides():
@@ -147,7 +196,7 @@ def test_who_decides():
     ("options", "message"),
     [
         ({"who": "token"}, "who is 'token': must be one of head, layer, period"),
-        ({"aggregate": "median"}, "aggregate is 'median': must be one of sum, max, mean"),
+        ({"aggregate": "median"}, "aggregate is 'median': must be one of sum, max, mean, query"),
         ({"period": 0}, "period is 0: must be an integer of at least 1"),
         ({"first": -1}, "first is -1: must be an integer of at least 0"),
         ({"last": True}, "last is True: must be an integer of at least 0"),
