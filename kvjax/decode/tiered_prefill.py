@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Residency
 from kvjax.decode.tiered_fetch import put_prompt
+from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, with_layer
 from kvjax.models import Decoder, ModelConfig
 from kvjax.pallas_kernels import ragged_paged_attention
@@ -87,7 +88,7 @@ def prefill_row(
                     cache.near[layer],
                     near,
                 ),
-                index=_with_row(cache.index[layer], shapes, keys, full, row),
+                index=_with_row(cache.index[layer], shapes, keys, values, full, row),
             ),
             written=written,
         )
@@ -177,12 +178,13 @@ def _with_row(
     index: dict[str, Array],
     shapes: TieredShapes,
     keys: Float[Array, "n Hkv P D"],
+    values: Float[Array, "n Hkv P Dv"],
     full: Int32[Array, ""],
     row: Int32[Array, ""],
 ) -> dict[str, Array]:
     """The index of all rows with this row's built from its pages."""
     widths = ((0, shapes.pages - keys.shape[0]), (0, 0), (0, 0), (0, 0))
-    built = shapes.index.build(jnp.pad(keys, widths), full)
+    built = build_index(shapes.index, jnp.pad(keys, widths), jnp.pad(values, widths), full)
     return {
         name: lax.dynamic_update_index_in_dim(array, built[name], row, 0)
         for name, array in index.items()

@@ -1,6 +1,7 @@
 """The device's part of sequences whose pages live elsewhere, as a value."""
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Eviction, Residency, nothing_near
+from kvjax.decode.tiered_index import build_index
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.policies import Choice, PageIndex
 from kvjax.spec import KVSpec
@@ -81,9 +83,13 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         return jnp.zeros(shape, spec.dtype)
 
     def empty_index(layer: int) -> dict[str, Array]:
-        heads, width = spec.layers[layer].kv_heads, spec.layers[layer].head_dim
-        keys = jax.ShapeDtypeStruct((pages, heads, shapes.page_size, width), jnp.dtype(spec.dtype))
-        made = jax.eval_shape(shapes.index.build, keys, jax.ShapeDtypeStruct((), jnp.int32))
+        of, dtype = spec.layers[layer], jnp.dtype(spec.dtype)
+        keys, values = (
+            jax.ShapeDtypeStruct((pages, of.kv_heads, shapes.page_size, width), dtype)
+            for width in (of.head_dim, of.value_dim)
+        )
+        some = jax.ShapeDtypeStruct((), jnp.int32)
+        made = jax.eval_shape(functools.partial(build_index, shapes.index), keys, values, some)
         return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
 
     zero, counts = jnp.int32(0), jnp.zeros((len(layers), spec.layers[0].kv_heads), jnp.int32)

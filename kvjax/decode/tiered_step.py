@@ -12,6 +12,7 @@ from kvjax.cache.residency import Residency, admit, find, only, ranked, used
 from kvjax.decode.attend import attend_token, merged
 from kvjax.decode.step import DecodeState, Rules, draw
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
+from kvjax.decode.tiered_index import estimate_unread, extend_index
 from kvjax.decode.tiered_state import (
     TieredCache,
     TieredShapes,
@@ -22,7 +23,7 @@ from kvjax.decode.tiered_state import (
 from kvjax.models import Attend, Decoder, ModelConfig
 from kvjax.pallas_kernels import sparse_paged_attention
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.policies import select
+from kvjax.policies import EstimatingIndex, select
 
 
 class _Step(NamedTuple):
@@ -68,10 +69,10 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     """Attend with one new token a row.
 
     A layer chooses pages by its index, asks for those that are not near, attends to those that are
-    and to the page that is being filled, waits for the others and attends to them, and merges both
-    and the token itself by their log-sum-exp. Then the pages that came take the slots of those that
-    rank least, and the token is written: a pool that is read after it was written in the same step
-    might be copied.
+    and to the page that is being filled, waits for the others and attends to them, and merges both,
+    the token itself and what an index estimates of the rest by their log-sum-exp. Then the pages
+    that came take the slots of those that rank least, and the token is written: a pool that is read
+    after it was written in the same step might be copied.
 
     Args:
       step: the rows and the program.
@@ -92,6 +93,19 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
             _attend_near(step, layer, q, cache, chosen),
             attend_token(step.config, layer, q, k, v),
         ]
+        if isinstance(shapes.index, EstimatingIndex):
+            parts.append(
+                estimate_unread(
+                    shapes.index,
+                    step.config,
+                    layer,
+                    q,
+                    cache.index[layer],
+                    chosen.pages,
+                    cache.lengths // shapes.page_size,
+                    num_pages=shapes.pages,
+                )
+            )
         if shapes.fetches:
             fetched = _collected(step, layer, cache, chosen, ticket)
             parts.append(_attend_fetched(step, layer, q, fetched, chosen))
@@ -262,7 +276,11 @@ def _written(
     filled = sound & (offset == shapes.page_size - 1)
     page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
     keys, values = (pool.at[at, head[None]].get(mode="clip") for pool in pools)
-    index = jax.vmap(shapes.index.extend)(cache.index[layer], page, keys)
+    index = lax.cond(
+        jnp.any(filled),
+        lambda: extend_index(shapes.index, cache.index[layer], page, keys, values),
+        lambda: cache.index[layer],
+    )
     written = cache.written
     if shapes.fetches:
         written = lax.cond(

@@ -3,7 +3,7 @@
 from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, impress
 from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
-from kvjax.policies.index import PageIndex, PerPage
+from kvjax.policies.index import EstimatingIndex, PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.low_rank import LowRank
 from kvjax.policies.magicpig import MagicPIG
@@ -18,6 +18,7 @@ from kvjax.policies.window_scaling import TrafficProfile, exact_windows, greedy_
 __all__ = [
     "Choice",
     "Clustering",
+    "EstimatingIndex",
     "ExactKeys",
     "Hierarchical",
     "LowBitKeys",

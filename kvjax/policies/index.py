@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError
 from kvjax.policies.entries import hold, loose, write_page
@@ -87,6 +87,69 @@ class PageIndex(Protocol):
 
     def scanned_bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> float:
         """Bytes of them that one look-up reads, averaged over all the pages; see the above."""
+
+
+@runtime_checkable
+class EstimatingIndex(PageIndex, Protocol):
+    """A `PageIndex` that also stands for what is not read: attention counts its estimate of that.
+
+    The decode loop gives it the values, and merges its estimate with attention to the chosen pages.
+    """
+
+    def build(
+        self,
+        keys: Float[Array, "N Hkv P D"],
+        pages: Int32[Array, ""],
+        values: Float[Array, "N Hkv P Dv"] | None = None,
+    ) -> dict[str, Array]:
+        """See `PageIndex.build`; without values there is no estimate.
+
+        Args:
+          keys: see `PageIndex.build`.
+          pages: see `PageIndex.build`.
+          values: [N, Hkv, P, Dv], of the same tokens.
+        """
+
+    def extend(
+        self,
+        arrays: Mapping[str, Array],
+        page: Int32[Array, ""],
+        keys: Float[Array, "Hkv P D"],
+        values: Float[Array, "Hkv P Dv"] | None = None,
+    ) -> dict[str, Array]:
+        """See `PageIndex.extend`.
+
+        Args:
+          arrays: see `PageIndex.extend`.
+          page: see `PageIndex.extend`.
+          keys: see `PageIndex.extend`.
+          values: [Hkv, P, Dv], if and only if the index was built with values.
+        """
+
+    def estimate(
+        self,
+        arrays: Mapping[str, Array],
+        queries: Float[Array, "Hq D"],
+        chosen: Bool[Array, "Hkv N"],
+        pages: Int32[Array, ""],
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+    ) -> tuple[Float32[Array, "Hq Dv"], Float32[Array, " Hq"]]:
+        """Attention to the live pages that are not chosen, as well as the index knows it.
+
+        Args:
+          arrays: what `build` or `extend` made, with values.
+          queries: see `PageIndex.page_mass`.
+          chosen: bool [Hkv, N], the pages that are read.
+          pages: see `PageIndex.page_mass`.
+          scale: see `PageIndex.page_mass`.
+          soft_cap: see `PageIndex.page_mass`.
+
+        Returns:
+          float32 [Hq, Dv], and its log-sum-exp, float32 [Hq]: -inf, exactly, where every live page
+          is chosen, so that attention to all pages stays exact.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,10 @@ class MagicPIG:
     token was sampled: `sampled` and `correction` are for that. To rank pages, hashes are all there
     is: a page's mass is its share of the tokens that a query head samples.
 
+    Decoding over pages does not correct. Chosen pages are read whole, their tokens with probability
+    1 and not w, so nothing is to be divided by; and a logit that differs from token to token, which
+    sampled tokens would need, is no argument of the attention kernels.
+
     New pages are hashed with the mean of the keys that the index was built of.
 
     Attributes:

@@ -60,13 +60,16 @@ class RetroInfer:
         pages: Int32[Array, ""],
         values: Float[Array, "N Hkv P Dv"] | None = None,
     ) -> dict[str, Array]:
-        """See `PageIndex.build`: `Clustering.build`'s arrays of the tokens, `member` [Hkv, N, P].
+        """See `EstimatingIndex.build`.
 
         Args:
           keys: see `PageIndex.build`.
           pages: see `PageIndex.build`.
-          values: [N, Hkv, P, Dv]; if given, the index also has `value.bfloat16` [Hkv, C, Dv], the
-            bits of each cluster's mean value, which `estimate` needs. Then `extend` needs them too.
+          values: [N, Hkv, P, Dv], or None.
+
+        Returns:
+          `Clustering.build`'s arrays of the tokens, `member` [Hkv, N, P]; with values also
+          `value.bfloat16` [Hkv, C, Dv], the bits of each cluster's mean value.
 
         Raises:
           KvjaxError: (outside jit) a live key or value that is infinite or NaN.
@@ -90,13 +93,7 @@ class RetroInfer:
         keys: Float[Array, "Hkv P D"],
         values: Float[Array, "Hkv P Dv"] | None = None,
     ) -> dict[str, Array]:
-        """See `PageIndex.extend`; its tokens begin clusters, or join those of their segment.
-
-        Args:
-          arrays: see `PageIndex.extend`.
-          page: see `PageIndex.extend`.
-          keys: see `PageIndex.extend`.
-          values: [Hkv, P, Dv], if and only if the index was built with values.
+        """See `EstimatingIndex.extend`; tokens begin clusters, or join those of their segment.
 
         Raises:
           KvjaxError: values are missing, or there is no room for them.
@@ -159,24 +156,12 @@ class RetroInfer:
         *,
         soft_cap: float | None = None,
     ) -> tuple[Float32[Array, "Hq Dv"], Float32[Array, " Hq"]]:
-        """Attention to what is not read, for `merge_attention` with attention to what is.
+        """See `EstimatingIndex.estimate`.
 
         Of the clusters of greatest share of softmax, summed over the query heads of a KV head,
         `covered` of all count. Each is one key, its centroid, as often as it has tokens on live
         pages that are not chosen, with the mean of its values (section 4.3; the paper reads whole
         clusters, so there none is part read and part estimated).
-
-        Args:
-          arrays: what `build` or `extend` made, with values.
-          queries: see `PageIndex.page_mass`.
-          chosen: bool [Hkv, N], the pages that are read.
-          pages: see `PageIndex.page_mass`.
-          scale: see `PageIndex.page_mass`.
-          soft_cap: see `PageIndex.page_mass`.
-
-        Returns:
-          float32 [Hq, Dv], the estimated attention, and float32 [Hq], its log-sum-exp; 0 and -inf
-          where nothing is left to estimate.
 
         Raises:
           KvjaxError: the index was built without values, or head counts or widths do not fit.
@@ -208,8 +193,9 @@ class RetroInfer:
         return out.reshape(scores.shape[0], -1), lse
 
     def bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> float:
-        """See `PageIndex.bytes_per_page`; without values, which are 2 x Dv a cluster more."""
-        return kv_heads * page_size * self.clustering.bytes_per_point(head_dim)
+        """See `PageIndex.bytes_per_page`; with values, as many channels as the keys have."""
+        values = 2 * head_dim / self.tokens_per_cluster
+        return kv_heads * page_size * (self.clustering.bytes_per_point(head_dim) + values)
 
     def scanned_bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> float:
         """See `PageIndex.scanned_bytes_per_page`: all of them."""
