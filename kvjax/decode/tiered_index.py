@@ -3,6 +3,7 @@
 An index that estimates what is not read gets the values too, and is one more part of attention.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -10,8 +11,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.models import ModelConfig
+from kvjax.models.rope import frequencies
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.policies import EstimatingIndex, PageIndex
+from kvjax.policies import EstimatingIndex, LowRank, PageIndex, Select
+
+
+def index_for(select: Select, config: ModelConfig) -> PageIndex:
+    """What pages of a model are chosen by: "low-rank" undoes the rotation that all layers share.
+
+    Args:
+      select: names it.
+      config: the model's. If its layers rotate differently, keys are taken as they are.
+    """
+    index = select.index()
+    rotations = {(tuple(r.tolist()), s) for r, s in map(frequencies, config.layers)}
+    if select.by != "low-rank" or not isinstance(index, LowRank) or len(rotations) > 1:
+        return index
+    (radians, sharpen), *_ = rotations
+    return dataclasses.replace(index, frequencies=radians, sharpen=sharpen)
 
 
 def build_index(

@@ -6,6 +6,7 @@ from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import cache_spec
 from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
+from kvjax.decode.tiered_index import index_for
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
@@ -64,7 +65,7 @@ def tiered_plan(
             keeps=window.times > 0,
             evict=window.evict,
             observe=1 if place is None else place.observe,
-            index=select.index(),
+            index=index_for(select, model.config),
             choice=choice,
             attention=cache.attention,
         ),

@@ -25,7 +25,8 @@ class LowRank:
     dimensions of its own, and must be built again to tell pages apart.
 
     Attributes:
-      rank: dimensions kept, at most Hkv x D; the paper's 160 are of 8 heads of 128.
+      rank: dimensions kept, at most Hkv x D; None is the share of Hkv x D that the paper's 160 are
+        of 8 heads of 128.
       frequencies: of the rotary embedding that the keys have, radians a token for each of D / 2
         pairs (i, i + D / 2); a sequence begins at position 0. Empty takes keys as they are.
       sharpen: what the rotary embedding multiplies keys by, 1 but under yarn.
@@ -35,13 +36,14 @@ class LowRank:
       KvjaxError: `rank` or `block_tokens` is no integer of at least 1, or `sharpen` is not above 0.
     """
 
-    rank: int = 160
+    rank: int | None = None
     frequencies: tuple[float, ...] = ()
     sharpen: float = 1.0
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
-        check_integer("rank", self.rank, 1)
+        if self.rank is not None:
+            check_integer("rank", self.rank, 1)
         check_integer("block_tokens", self.block_tokens, 1)
         if not self.sharpen > 0:
             raise KvjaxError(f"sharpen is {self.sharpen!r}: must be above 0")
@@ -60,14 +62,14 @@ class LowRank:
         keys = live_keys(keys, pages)
         check_finite(keys)
         num_pages, heads, page_size, dim = keys.shape
-        self._check_sizes(heads, dim)
+        rank = self._rank(heads, dim)
         tokens = keys.transpose(0, 2, 1, 3).reshape(-1, heads, dim)
         tokens = self._turned(tokens, jnp.int32(0), back=True).reshape(-1, heads * dim)
         energy = jnp.matmul(tokens.T, tokens, precision=lax.Precision.HIGHEST)
-        basis = jnp.linalg.eigh(energy)[1][:, ::-1][:, : self.rank]
+        basis = jnp.linalg.eigh(energy)[1][:, ::-1][:, :rank]
         reduced = jnp.matmul(tokens, basis, precision=lax.Precision.HIGHEST)
-        reduced = reduced.reshape(1, num_pages, page_size, self.rank).astype(jnp.bfloat16)
-        return hold({"reduced": reduced, "basis": basis.reshape(heads, dim, self.rank)})
+        reduced = reduced.reshape(1, num_pages, page_size, rank).astype(jnp.bfloat16)
+        return hold({"reduced": reduced, "basis": basis.reshape(heads, dim, rank)})
 
     def extend(
         self, arrays: Mapping[str, Array], page: Int32[Array, ""], keys: Float[Array, "Hkv P D"]
@@ -119,24 +121,25 @@ class LowRank:
 
     def bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> float:
         """See `PageIndex.bytes_per_page`; raises as `build` does."""
-        self._check_sizes(kv_heads, head_dim)
-        return float(2 * page_size * self.rank)
+        return float(2 * page_size * self._rank(kv_heads, head_dim))
 
     def scanned_bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> float:
         """See `PageIndex.scanned_bytes_per_page`: all of them."""
         return self.bytes_per_page(kv_heads, head_dim, page_size)
 
-    def _check_sizes(self, kv_heads: int, head_dim: int) -> None:
-        if self.rank > kv_heads * head_dim:
+    def _rank(self, kv_heads: int, head_dim: int) -> int:
+        channels = kv_heads * head_dim
+        if self.rank is not None and self.rank > channels:
             raise KvjaxError(
-                f"rank is {self.rank}: must be at most {kv_heads * head_dim}, the channels of "
-                f"{kv_heads} KV heads of {head_dim}"
+                f"rank is {self.rank}: must be at most {channels}, the channels of {kv_heads} KV "
+                f"heads of {head_dim}"
             )
         if len(self.frequencies) not in (0, head_dim // 2):
             raise KvjaxError(
                 f"frequencies are {len(self.frequencies)}: must be one for each of the "
                 f"{head_dim // 2} pairs of channels of head_dim {head_dim}, or none"
             )
+        return max(channels * 5 // 32, 1) if self.rank is None else self.rank
 
     def _turned(
         self, tokens: Float[Array, "T Hkv D"], first: Int32[Array, ""], *, back: bool

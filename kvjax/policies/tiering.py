@@ -11,6 +11,7 @@ from kvjax.policies.budget import Budget
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
+from kvjax.policies.low_rank import LowRank
 from kvjax.policies.magicpig import MagicPIG
 from kvjax.policies.pqcache import PQCache
 from kvjax.policies.retroinfer import RetroInfer
@@ -26,6 +27,7 @@ By = Literal[
     "retroinfer",
     "pqcache",
     "magicpig",
+    "low-rank",
     "keys",
 ]
 NAMES: tuple[str, ...] = get_args(By)
@@ -44,9 +46,9 @@ class Select:
         for the pages that centroids find; "kvdrive", page means for these (arXiv:2605.18071);
         "mean", page means (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds
         (arXiv:2406.10774); "retroinfer", clusters of tokens (arXiv:2505.02922); "pqcache",
-        product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179); "keys",
-        the exact keys, an oracle that keeps all of them on the device; or any
-        `kvjax.policies.PageIndex`.
+        product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179);
+        "low-rank", keys before their rotation in few dimensions (ShadowKV's); "keys", the exact
+        keys, an oracle that keeps all of them on the device; or any `kvjax.policies.PageIndex`.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the query heads of a KV head agree: by the "sum", "max" or "mean" of their
         attention, or by turns, "query", each naming the page it attends to most; see `Choice`.
@@ -83,7 +85,7 @@ class Select:
         self.choice()
 
     def index(self) -> PageIndex:
-        """What pages are chosen by, as a program takes it."""
+        """What pages are chosen by; `LowRank` without the rotation, which is the model's."""
         if not isinstance(self.by, str):
             return self.by
         named: dict[str, PageIndex] = {
@@ -95,6 +97,7 @@ class Select:
             "retroinfer": RetroInfer(),
             "pqcache": PQCache(),
             "magicpig": MagicPIG(),
+            "low-rank": LowRank(),
             "keys": PerPage(ExactKeys()),
         }
         return named[self.by]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.config import CacheConfig
+from kvjax.decode.tiered_index import index_for
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.policies import (
@@ -124,9 +125,18 @@ def test_retroinfers_estimate_brings_attention_nearer():
     assert errors[0] < 0.8 * errors[1], errors
 
 
-@pytest.mark.parametrize("by", [*NAMES, LowRank(4)], ids=str)
+@pytest.mark.parametrize("by", NAMES)
 def test_all_pages_are_exact_whatever_the_scores(by):
     """Of a prompt shorter than a page too, which has nothing to build an index of."""
     for flat in (None, "q", "k"):
         for got, want in zip(*decoded(made(flat=flat), by, "100%", lengths=(3, 45)), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_low_rank_keys_are_those_before_the_models_rotation(name):
+    """Unless its layers rotate differently."""
+    index = index_for(Select(by="low-rank"), made(name).config)
+    wanted = 10_000.0 ** (-np.arange(4) / 4) if name == "llama" else []
+    np.testing.assert_allclose(index.frequencies, wanted, rtol=1e-6)
+    assert index_for(Select(by=LowRank(3)), made(name).config) == LowRank(3)

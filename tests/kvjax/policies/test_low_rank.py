@@ -126,6 +126,12 @@ def test_bytes_are_those_of_the_arrays():
     assert index.scanned_bytes_per_page(2, 32, 16) == index.bytes_per_page(2, 32, 16)
 
 
+def test_the_rank_is_a_share_of_the_channels_unless_it_is_given():
+    assert LowRank().bytes_per_page(8, 128, 16) == LowRank(160).bytes_per_page(8, 128, 16)
+    assert LowRank().bytes_per_page(3, 64, 16) == LowRank(30).bytes_per_page(3, 64, 16)
+    assert LowRank().bytes_per_page(1, 4, 16) == LowRank(1).bytes_per_page(1, 4, 16)
+
+
 def test_sizes_that_cannot_be_are_refused():
     keys = jnp.zeros((2, KV_HEADS, SIZE, DIM))
     with pytest.raises(KvjaxError, match="rank is 0"):
@@ -133,7 +139,7 @@ def test_sizes_that_cannot_be_are_refused():
     with pytest.raises(KvjaxError, match="block_tokens is 0"):
         LowRank(4, block_tokens=0)
     with pytest.raises(KvjaxError, match="rank is 160: must be at most 32, the channels of 2 KV"):
-        LowRank().build(keys, jnp.int32(1))
+        LowRank(160).build(keys, jnp.int32(1))
     with pytest.raises(KvjaxError, match="sharpen is 0"):
         LowRank(4, sharpen=0)
     with pytest.raises(KvjaxError, match="frequencies are 3: must be one for each of the 8 pairs"):
