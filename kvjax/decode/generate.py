@@ -181,7 +181,7 @@ def _over_tiers(
             call.shapes,
             prompt_tokens=sum(map(len, ids)),
             new_tokens=sum(map(len, rows)),
-            pages_used=tiers.slots * len(ids),
+            pages_used=call.shapes.row_pages * len(ids),
             tiers=tiers,
         ),
     )

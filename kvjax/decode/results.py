@@ -60,7 +60,8 @@ class TierStats:
     """
 
     pages_chosen: int  # K, the most that a KV head reads in a step, the open page not counted
-    slots: int  # S of each row, layer and KV head on the device, the open page included
+    slots: int  # the most of a row, layer and KV head on the device, the open page included
+    least_slots: int  # the least of them; as many, but with a window plan
     reads: int  # pages that steps chose
     misses: int  # of these, how many were not near
     bytes_moved: int  # keys and values that were fetched for that

@@ -174,7 +174,7 @@ def _events_over_tiers(
         call.shapes,
         prompt_tokens=len(ids),
         new_tokens=last.drawn,
-        pages_used=tiers.slots,
+        pages_used=call.shapes.row_pages,
         ttft_seconds=last.ttft_seconds,
         tiers=tiers,
     )

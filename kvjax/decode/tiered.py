@@ -59,13 +59,22 @@ class TieredCall:
             self._store = PromptStore(cache, most=tokens * self.shapes.spec.bytes_per_token)
 
     @contextlib.contextmanager
-    def prefilled(self, rules: Rules, meter: Meter, progress: Progress) -> Iterator[DecodeState]:
+    def prefilled(
+        self,
+        rules: Rules,
+        meter: Meter,
+        progress: Progress,
+        *,
+        limits: Int32[Array, "L Hkv"] | None = None,
+    ) -> Iterator[DecodeState]:
         """Prefill every prompt; the pages exist inside the `with`.
 
         Args:
           rules: for the rows' limits.
           meter: of the call.
           progress: called with "prefill" and how much of it is done.
+          limits: int32 [L, Hkv], slots that each head may use, the open page's included: at least
+            K + 1, at most what `shapes` has. None is all.
         """
         shapes, model = self.shapes, self._model
         with contextlib.ExitStack() as during:
@@ -76,6 +85,8 @@ class TieredCall:
             made = meter.program(_start, (model.config.hidden_size, shapes), rules.limits)
             state = made(rules.limits)
             cache = dataclasses.replace(state.cache, handle=jnp.int32(handle))
+            if limits is not None:
+                cache = dataclasses.replace(cache, limits=limits)
             state = dataclasses.replace(state, cache=cache)
             for row, ids in enumerate(self._ids):
                 progress("prefill", row / len(self._ids))
@@ -129,7 +140,8 @@ class TieredCall:
         pools = (*cache.keys, *cache.values)
         return TierStats(
             pages_chosen=max(self._counts),
-            slots=shapes.slots,
+            slots=max(map(max, shapes.slots)),
+            least_slots=min(map(min, shapes.slots)),
             reads=int(np.asarray(cache.traffic.chosen).sum(dtype=np.int64)),
             misses=int(np.asarray(cache.traffic.missed).sum(dtype=np.int64)),
             bytes_moved=0 if self._pages is None else self._pages.bytes_moved,

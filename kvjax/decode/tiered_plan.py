@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import cache_spec
 from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
 from kvjax.decode.tiered_index import index_for
+from kvjax.decode.tiered_slots import slots_by_head
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.policies import Choice, Select, Window
 from kvjax.policies.budget import Budget
-from kvjax.spec import KVSpec, pages_for
+from kvjax.spec import pages_for
 
 
 def tiered_plan(
@@ -45,11 +45,7 @@ def tiered_plan(
     room = min(max(half_step(max(counts)), least), pages)
     batch = power_of_two(len(lengths))
     window = cache.window or Window()
-    slots = pages if place is None else min(window.slots(max(counts)) + 1, pages)
-    if place is not None and place.device_bytes is not None:
-        most = _affordable(place.device_bytes, max(counts), pages, batch, spec, size)
-        slots = min(slots, most)
-    check_pools(spec, batch * slots, size)
+    slots = slots_by_head(model, spec, cache, count=max(counts), pages=pages, batch=batch)
     return (
         TieredShapes(
             spec=spec,
@@ -96,26 +92,6 @@ def _counts(
         budget.pages(total, page_size=page_size, page_bytes=page_bytes, least=least)
         for total in totals
     ]
-
-
-def _affordable(
-    device_bytes: int, count: int, pages: int, batch: int, spec: KVSpec, page_size: int
-) -> int:
-    """Slots that device memory has room for.
-
-    Raises:
-      KvjaxError: they are fewer than a step reads.
-    """
-    a_slot = batch * spec.bytes_per_page(page_size)
-    slots, least = device_bytes // a_slot, min(count + 1, pages)
-    if slots < least:
-        rows = "one row" if batch == 1 else f"{batch} rows, a power of two"
-        raise KvjaxError(
-            f"device_bytes is {device_bytes}: the {count} pages of a step and the page that is "
-            f"being filled need {least * a_slot} bytes for {rows}; raise it to that, or lower the "
-            f"budget"
-        )
-    return slots
 
 
 def check_layers(model: Model) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache.residency import Residency
 from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
-from kvjax.decode.tiered_state import TieredCache, TieredShapes, with_layer
+from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
 from kvjax.models import Decoder, ModelConfig
 from kvjax.pallas_kernels import ragged_paged_attention
 from kvjax.policies import ExactKeys, select
@@ -43,7 +43,7 @@ def prefill_row(
     Returns:
       The cache, and the last token's hidden state.
     """
-    size, slots = shapes.page_size, shapes.slots
+    size = shapes.page_size
     held = tokens.shape[0] // size  # pages that the prompt has room for
     full = length // size
     cu = jnp.stack([jnp.int32(0), length])
@@ -73,16 +73,17 @@ def prefill_row(
         written = cache.written
         if shapes.fetches:
             written = put_prompt(cache.handle, written, layer, row, keys, values)
-        ids, mass = _first_pages(
-            shapes, decoder.config, layer, keys, q.at[last].get(mode="clip"), last < length, length
-        )
-        near, rows = _first_near(shapes, ids, mass), _rows_of(keys, values, ids)
+        observed = q.at[last].get(mode="clip"), last < length
+        limits = cache.limits[layer]
+        ids, mass = _first_pages(shapes, decoder.config, layer, keys, *observed, length, limits)
+        near, slots = _first_near(shapes, layer, ids, mass)
+        to = slot_rows(shapes, layer, slots[None], row[None])[0]
         return out, dataclasses.replace(
             with_layer(
                 cache,
                 layer,
-                keys=_put_rows(pool, rows[0], row * slots),
-                values=_put_rows(cache.values[layer], rows[1], row * slots),
+                keys=_put(pool, to, keys, ids),
+                values=_put(cache.values[layer], to, values, ids),
                 near=jax.tree.map(
                     lambda old, new: lax.dynamic_update_index_in_dim(old, new, row, 0),
                     cache.near[layer],
@@ -111,8 +112,9 @@ def _first_pages(
     queries: Float[Array, "observe Hq D"],
     valid: Bool[Array, " observe"],
     length: Int32[Array, ""],
+    limits: Int32[Array, " Hkv"],
 ) -> tuple[Int32[Array, "Hkv s"], Float[Array, "Hkv n"]]:
-    """Pages that are near at first, N for none, and the attention that each page got."""
+    """The pages of the first slots, N for none, and the attention that each page got."""
     held, heads, size, _ = keys.shape
     full = length // size
     open_page = jnp.where(length % size > 0, full, shapes.pages)
@@ -121,57 +123,64 @@ def _first_pages(
         ids = jnp.arange(held, dtype=jnp.int32)
         ids = jnp.where((ids < full) | (ids == open_page), ids, shapes.pages)
         return jnp.broadcast_to(ids, (heads, held)), mass
-    ids = jnp.full((heads, 1), shapes.pages, jnp.int32)
-    if shapes.keeps:
-        by_query_head = ExactKeys().page_mass(
-            {"keys": keys.swapaxes(0, 1)},
-            queries,
-            valid,
+    first = jnp.broadcast_to(open_page, (heads, 1))
+    if not shapes.keeps:
+        return first, mass
+    by_query_head = ExactKeys().page_mass(
+        {"keys": keys.swapaxes(0, 1)},
+        queries,
+        valid,
+        full,
+        config.scale(layer),
+        soft_cap=config.attn_soft_cap,
+    )
+    by_query_head = by_query_head.reshape(heads, -1, held)
+
+    def best(mass: Array, count: Array) -> Array:
+        return select(
+            mass,
             full,
-            config.scale(layer),
-            soft_cap=config.attn_soft_cap,
-        )
-        mass = jnp.sum(by_query_head.reshape(heads, -1, held), axis=1)
-        ids = select(
-            by_query_head,
-            full,
-            room=min(shapes.slots - 1, held),
-            kv_heads=heads,
+            room=min(shapes.most_slots(layer) - 1, held),
+            kv_heads=1,
+            count=count,
             choice=dataclasses.replace(shapes.choice, first=0, last=0),
-        )
+        )[0]
+
+    ids = jax.vmap(best)(by_query_head, limits - 1)
     ids = jnp.where(ids < full, ids, shapes.pages)
-    return jnp.concatenate([ids, jnp.broadcast_to(open_page, (heads, 1))], axis=1), mass
+    return jnp.concatenate([first, ids], axis=1), jnp.sum(by_query_head, axis=1)
 
 
 def _first_near(
-    shapes: TieredShapes, ids: Int32[Array, "Hkv s"], mass: Float[Array, "Hkv n"]
-) -> Residency:
-    """A row whose slots hold these pages, in order."""
+    shapes: TieredShapes, layer: int, ids: Int32[Array, "Hkv s"], mass: Float[Array, "Hkv n"]
+) -> tuple[Residency, Int32[Array, "Hkv s"]]:
+    """A row whose slots hold these pages, in order; and the slots, S where there is no page."""
     heads, count = ids.shape
+    most = shapes.most_slots(layer)
     head = jnp.arange(heads, dtype=jnp.int32)[:, None]
     slot = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), ids.shape)
-    rest = ((0, 0), (0, shapes.slots - count))
-    slot_of = jnp.full((heads, shapes.pages), shapes.slots, jnp.int32)
+    rest = ((0, 0), (0, most - count))
+    slot_of = jnp.full((heads, shapes.pages), most, jnp.int32)
     rank = jnp.take_along_axis(mass, jnp.clip(ids, 0, mass.shape[1] - 1), axis=1)
     rank = rank / (1 + rank)  # below 1, what the first step that reads a page gives it
-    return Residency(
+    near = Residency(
         slot_of=slot_of.at[head, ids].set(slot, mode="drop"),
         page_in=jnp.pad(ids, rest, constant_values=shapes.pages),
         rank=jnp.pad(rank.astype(jnp.float32), rest),
     )
+    return near, jnp.where(ids < shapes.pages, slot, most)
 
 
-def _rows_of(keys: Array, values: Array, ids: Int32[Array, "Hkv s"]) -> tuple[Array, Array]:
-    """Each head's pages as rows of a pool, [s, Hkv, P, D]."""
-    head = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
-    at = jnp.clip(ids.T, 0, keys.shape[0] - 1)
-    return keys[at, head], values[at, head]
-
-
-def _put_rows(pool: Array, rows: Array, start: Int32[Array, ""]) -> Array:
-    zero = jnp.int32(0)
-    updated: Array = lax.dynamic_update_slice(pool, rows, (start, zero, zero, zero))
-    return updated
+def _put(
+    pool: Float[Array, "F 1 P D"],
+    at: Int32[Array, "Hkv s"],
+    pages: Float[Array, "n Hkv P D"],
+    ids: Int32[Array, "Hkv s"],
+) -> Float[Array, "F 1 P D"]:
+    """The pool with pages of each head at these places; what is past the pool is dropped."""
+    head = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    own = pages[jnp.clip(ids, 0, pages.shape[0] - 1), head]
+    return pool.at[at.reshape(-1)].set(own.reshape(-1, *pool.shape[1:]), mode="drop")
 
 
 def _with_row(

@@ -27,7 +27,7 @@ class TieredShapes:
     pages: int  # N, most pages of a row
     page_size: int
     room: int  # K, pages that a KV head may choose in a step
-    slots: int  # S of a row and KV head, the page that is being filled included
+    slots: tuple[tuple[int, ...], ...]  # of a row, by layer and KV head, the open page's included
     output: int  # tokens that a row has room to draw
     fetches: bool  # whether pages can be elsewhere; if not, S is N
     stored: bool  # whether some of them are in a store, whose reads begin before they are needed
@@ -38,10 +38,20 @@ class TieredShapes:
     choice: Choice
     attention: Implementation | None
 
+    def most_slots(self, layer: int) -> int:
+        """S, of the layer's KV head that has most."""
+        return max(self.slots[layer])
+
+    @property
+    def row_pages(self) -> int:
+        """Pages of all layers and KV heads that a row's slots hold, rounded up."""
+        heads = sum(map(len, self.slots))
+        return -(-sum(map(sum, self.slots)) // heads)
+
     @property
     def num_pages(self) -> int:
-        """Pages that a layer's pool has room for."""
-        return self.batch * self.slots
+        """Pages that all rows' slots hold."""
+        return self.batch * self.row_pages
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +66,17 @@ class Traffic:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TieredCache:
-    """Slots, what is in them, and what pages are chosen by; one entry a layer."""
+    """Slots, what is in them, and what pages are chosen by; one entry a layer.
 
-    keys: tuple[Float[Array, "R Hkv P D"], ...]  # slot s of row b is b x S + s
-    values: tuple[Float[Array, "R Hkv P Dv"], ...]
+    A pool is flat in the pages of single KV heads: F = B x the slots of all heads, row after row,
+    head after head, so that each head may have slots of its own. `near` is as wide as the layer's
+    widest head; what is past a head's limit stays empty.
+    """
+
+    keys: tuple[Float[Array, "F 1 P D"], ...]
+    values: tuple[Float[Array, "F 1 P Dv"], ...]
     near: tuple[Residency, ...]
+    limits: Int32[Array, "L Hkv"]  # slots that each head may use, at most those it has
     index: tuple[dict[str, Array], ...]  # [B, ...]
     lengths: Int32[Array, " B"]  # tokens of each row
     counts: Int32[Array, " B"]  # pages that each row chooses in a step, at most K
@@ -78,8 +94,8 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
     spec, batch, pages = shapes.spec, shapes.batch, shapes.pages
     layers = range(len(spec.layers))
 
-    def pool(width: int, heads: int) -> Array:
-        shape = (batch * shapes.slots, heads, shapes.page_size, width)
+    def pool(layer: int, width: int) -> Array:
+        shape = (batch * sum(shapes.slots[layer]), 1, shapes.page_size, width)
         return jnp.zeros(shape, spec.dtype)
 
     def empty_index(layer: int) -> dict[str, Array]:
@@ -94,12 +110,13 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
 
     zero, counts = jnp.int32(0), jnp.zeros((len(layers), spec.layers[0].kv_heads), jnp.int32)
     return TieredCache(
-        keys=tuple(pool(spec.layers[i].head_dim, spec.layers[i].kv_heads) for i in layers),
-        values=tuple(pool(spec.layers[i].value_dim, spec.layers[i].kv_heads) for i in layers),
+        keys=tuple(pool(i, spec.layers[i].head_dim) for i in layers),
+        values=tuple(pool(i, spec.layers[i].value_dim) for i in layers),
         near=tuple(
-            nothing_near(batch, spec.layers[i].kv_heads, pages=pages, slots=shapes.slots)
+            nothing_near(batch, len(shapes.slots[i]), pages=pages, slots=shapes.most_slots(i))
             for i in layers
         ),
+        limits=jnp.asarray(shapes.slots, jnp.int32),
         index=tuple(empty_index(i) for i in layers),
         lengths=jnp.zeros((batch,), jnp.int32),
         counts=jnp.zeros((batch,), jnp.int32),
@@ -141,16 +158,35 @@ def _replaced(old: tuple[T, ...], layer: int, new: T) -> tuple[T, ...]:
     return (*old[:layer], new, *old[layer + 1 :])
 
 
-def slot_rows(cache: TieredCache, slots: Int32[Array, "B Hkv K"], per_row: int) -> Array:
-    """Rows of the pools for slots; past all rows where a slot is none.
+def slot_rows(
+    shapes: TieredShapes,
+    layer: int,
+    slots: Int32[Array, "b Hkv K"],
+    rows: Int32[Array, " b"],
+) -> Int32[Array, "b Hkv K"]:
+    """Where slots are in a layer's pools; F, past all of them, where a slot is none.
 
     Args:
-      cache: for the number of rows.
-      slots: int32 [B, Hkv, K]; S is none.
-      per_row: S.
+      shapes: the program's.
+      layer: whose pools.
+      slots: int32 [b, Hkv, K]; S is none.
+      rows: int32 [b], the batch's rows that they are of.
     """
-    row = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None, None]
-    return jnp.where(slots < per_row, row * per_row + slots, cache.keys[0].shape[0])
+    own = shapes.slots[layer]
+    first = jnp.asarray([sum(own[:head]) for head in range(len(own))], jnp.int32)
+    at = rows[:, None, None] * sum(own) + first[None, :, None] + slots
+    return jnp.where(slots < max(own), at, shapes.batch * sum(own))
+
+
+def usable(cache: TieredCache, layer: int) -> Bool[Array, "Hkv S"]:
+    """The slots that a layer's KV heads may use.
+
+    Args:
+      cache: for the limits.
+      layer: which.
+    """
+    slot = jnp.arange(cache.near[layer].page_in.shape[2], dtype=jnp.int32)
+    return slot[None] < cache.limits[layer][:, None]
 
 
 def counted(

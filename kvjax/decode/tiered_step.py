@@ -18,6 +18,7 @@ from kvjax.decode.tiered_state import (
     TieredShapes,
     counted,
     slot_rows,
+    usable,
     with_layer,
 )
 from kvjax.models import Attend, Decoder, ModelConfig
@@ -113,7 +114,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         # A row whose attention is NaN writes nothing; its logits are NaN too, and end the run.
         sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
         near, taken = _admitted(step, layer, cache, chosen)
-        taken = jnp.where(sound[:, None, None], taken, shapes.slots)
+        taken = jnp.where(sound[:, None, None], taken, shapes.most_slots(layer))
         return out.out, _written(step, layer, cache, chosen, near, taken, fetched, (k, v), sound)
 
     return attend
@@ -122,7 +123,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
 def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache) -> _Selected:
     """Choose pages, and look up where they are."""
     shapes, config = step.shapes, step.config
-    heads, total = cache.keys[layer].shape[1], shapes.pages
+    heads, total = len(shapes.slots[layer]), shapes.pages
     near, full = cache.near[layer], cache.lengths // shapes.page_size
 
     def choose(index: dict[str, Array], q: Array, full: Array, count: Array) -> tuple[Array, Array]:
@@ -136,8 +137,8 @@ def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCac
 
     mass, pages = jax.vmap(choose)(cache.index[layer], q, full, cache.counts)
     pages = jnp.where(step.active[:, None, None] & (pages < total), pages, total)
-    slots = find(near, pages)
-    missing = (pages < total) & (slots == shapes.slots)
+    slots, none = find(near, pages), shapes.most_slots(layer)
+    missing = (pages < total) & (slots == none)
     order = jnp.argsort(~missing, axis=2, stable=True).astype(jnp.int32)
     open_page = jnp.broadcast_to(full[:, None, None], (len(full), heads, 1))
     begun = (cache.lengths % shapes.page_size > 0)[:, None, None]
@@ -147,7 +148,7 @@ def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCac
         slots=slots,
         missing=jnp.take_along_axis(jnp.where(missing, pages, total), order, axis=2),
         open_page=open_page,
-        open_slot=jnp.where(begun, find(near, open_page), shapes.slots),
+        open_slot=jnp.where(begun, find(near, open_page), none),
     )
 
 
@@ -160,21 +161,31 @@ def _mass_of(chosen: _Selected, pages: Int32[Array, "B Hkv n"]) -> Float32[Array
 def _attend_near(
     step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache, chosen: _Selected
 ) -> AttentionOutput:
-    """Attention to chosen pages in slots, and to the open page."""
+    """Attention to chosen pages in slots, and to the open page.
+
+    The pools hold pages of single KV heads: a row's KV head is a sequence of its own to them.
+    """
     size = step.shapes.page_size
     slots = jnp.concatenate([chosen.slots, chosen.open_slot], axis=2)
     offset = jnp.broadcast_to((cache.lengths % size)[:, None, None], chosen.open_slot.shape)
     tokens = jnp.concatenate([jnp.full_like(chosen.slots, size), offset], axis=2)
-    return sparse_paged_attention(
-        q,
+    batch, heads, count = slots.shape
+    lists = (batch * heads, 1, count)
+    by_head = sparse_paged_attention(
+        q.reshape(batch * heads, -1, q.shape[2]),
         cache.keys[layer],
         cache.values[layer],
-        slot_rows(cache, slots, step.shapes.slots),
-        tokens,
+        slot_rows(step.shapes, layer, slots, _rows(batch)).reshape(lists),
+        tokens.reshape(lists),
         scale=step.config.scale(layer),
         soft_cap=step.config.attn_soft_cap,
         implementation=step.shapes.attention,
     )
+    return AttentionOutput(by_head.out.reshape(*q.shape[:2], -1), by_head.lse.reshape(q.shape[:2]))
+
+
+def _rows(batch: int) -> Int32[Array, " B"]:
+    return jnp.arange(batch, dtype=jnp.int32)
 
 
 def _issued(step: _Step, layer: int, cache: TieredCache, chosen: _Selected) -> Int32[Array, ""]:
@@ -198,7 +209,7 @@ def _collected(
     page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
     wanted = chosen.missing < step.shapes.pages
     both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page)
-    return both.reshape(2, -1, *pool.shape[1:])
+    return both.reshape(2, -1, *both.shape[3:])
 
 
 def _attend_fetched(
@@ -240,7 +251,8 @@ def _admitted(
     else:
         value = step.number.astype(jnp.float32) if shapes.evict == "lru" else jnp.float32(1)
         rank = jnp.broadcast_to(value, coming.shape)
-    return admit(near, coming, rank, read | used(near, chosen.open_slot))
+    keep = read | used(near, chosen.open_slot) | ~usable(cache, layer)[None]
+    return admit(near, coming, rank, keep)
 
 
 def _written(
@@ -261,21 +273,21 @@ def _written(
     live.
     """
     shapes = step.shapes
-    batch, heads, room = chosen.missing.shape
-    head = jnp.arange(heads, dtype=jnp.int32)
+    rows = _rows(len(sound))
     offset = cache.lengths % shapes.page_size
-    slot = jnp.where(sound[:, None, None], find(near, chosen.open_page), shapes.slots)
-    at = slot_rows(cache, slot, shapes.slots)[..., 0]
+    none = shapes.most_slots(layer)
+    slot = jnp.where(sound[:, None, None], find(near, chosen.open_page), none)
+    at = slot_rows(shapes, layer, slot, rows)[..., 0]
     pools = []
     for kind, pool in enumerate((cache.keys[layer], cache.values[layer])):
         if fetched is not None:
-            to = slot_rows(cache, taken[:, :, :-1], shapes.slots)
-            pages = fetched[kind].reshape(batch, room, *pool.shape[1:]).swapaxes(1, 2)
-            pool = pool.at[to, head[None, :, None]].set(pages, mode="drop")
-        pools.append(pool.at[at, head[None], offset[:, None]].set(token[kind], mode="drop"))
+            to = slot_rows(shapes, layer, taken[:, :, :-1], rows).swapaxes(1, 2)
+            pages = fetched[kind].reshape(-1, *pool.shape[1:])
+            pool = pool.at[to.reshape(-1)].set(pages, mode="drop")
+        pools.append(pool.at[at, 0, offset[:, None]].set(token[kind], mode="drop"))
     filled = sound & (offset == shapes.page_size - 1)
     page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
-    keys, values = (pool.at[at, head[None]].get(mode="clip") for pool in pools)
+    keys, values = (pool.at[at, 0].get(mode="clip") for pool in pools)
     index = lax.cond(
         jnp.any(filled),
         lambda: extend_index(shapes.index, cache.index[layer], page, keys, values),

@@ -17,6 +17,7 @@ from kvjax.policies.pqcache import PQCache
 from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Aggregate, Choice
 from kvjax.policies.sketch import MeanKeys, QuestBounds
+from kvjax.policies.window_plan import WindowPlan
 
 By = Literal[
     "low-bit",
@@ -113,10 +114,12 @@ class Window:
 
     Attributes:
       times: slots for each layer and KV head, in multiples of the K pages of a step; 0 keeps
-        nothing from step to step (use and drop).
+        nothing from step to step (use and drop). Not given with a plan.
       evict: what makes room: the page of least attention in the current step ("lookahead",
         KVDrive, arXiv:2605.18071), the one not read for longest ("lru"), or the one read least
         often ("lfu").
+      plan: slots of its own for every layer and KV head, as `kvjax.decode.plan_windows` finds them;
+        a `WindowPlan`, or the path of a saved one. A head to which it gives fewer than K has K.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -124,6 +127,7 @@ class Window:
 
     times: float = 3.0
     evict: Literal["lookahead", "lru", "lfu"] = "lookahead"
+    plan: WindowPlan | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not (_is_number(self.times) and (self.times == 0 or 1 <= self.times < math.inf)):
@@ -131,6 +135,19 @@ class Window:
                 f"times is {self.times!r}: must be 0 (keep nothing) or a number of at least 1"
             )
         _one_of("evict", self.evict, ("lookahead", "lru", "lfu"))
+        if isinstance(self.plan, os.PathLike):
+            object.__setattr__(self, "plan", os.fspath(self.plan))
+        path = isinstance(self.plan, str) and self.plan
+        if not (self.plan is None or path or isinstance(self.plan, WindowPlan)):
+            raise KvjaxError(
+                f"plan is {self.plan!r}: must be a kvjax.policies.WindowPlan, the path of a saved "
+                f"one, or None"
+            )
+        if self.plan is not None and self.times != Window.times:
+            raise KvjaxError(
+                f"times is {self.times} and plan is given: the plan says how many slots each head "
+                f"has; leave out one of them"
+            )
 
     def slots(self, room: int) -> int:
         """Slots of a layer and KV head, but for the page that is being filled.

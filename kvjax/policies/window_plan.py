@@ -115,13 +115,26 @@ class WindowPlan:
             plan = cls(slots, body["model"], body["page_size"])
         except (KeyError, TypeError, KvjaxError) as error:
             raise KvjaxError(f"{name} lacks or mistakes a field ({error}): {_AGAIN}") from error
-        if plan.model != model:
+        plan.check(name, model=model, page_size=page_size)
+        return plan
+
+    def check(self, name: str, *, model: str, page_size: int) -> None:
+        """Refuses a plan of another model or page size.
+
+        Args:
+          name: of the plan, which begins every refusal.
+          model: fingerprint of the model that is to run.
+          page_size: tokens a page it is to run with.
+
+        Raises:
+          KvjaxError: it is one.
+        """
+        if self.model != model:
             raise KvjaxError(
-                f"{name} is for model {plan.model[:12]}, and this one is {model[:12]}: {_AGAIN}"
+                f"{name} is for model {self.model[:12]}, and this one is {model[:12]}: {_AGAIN}"
             )
-        if plan.page_size != page_size:
+        if self.page_size != page_size:
             raise KvjaxError(
-                f"{name} is for pages of {plan.page_size} tokens, and these hold {page_size}: use "
+                f"{name} is for pages of {self.page_size} tokens, and these hold {page_size}: use "
                 f"that page size, or {_AGAIN}"
             )
-        return plan

@@ -38,13 +38,13 @@ def _logits(graphdef, params, hidden):
 
 
 @contextlib.contextmanager
-def prefilled(of, prompts, *, new_tokens, cache):
+def prefilled(of, prompts, *, new_tokens, cache, limits=None):
     """A call, its state after prefill, and the rules of rows that never end."""
     call = TieredCall(of, prompts, new_tokens=new_tokens, cache=cache)
     padding = call.shapes.batch - len(prompts)
-    limits = jnp.asarray([10_000] * len(prompts) + [0] * padding, jnp.int32)
-    rules = Rules(make_sampler(Sampling(), VOCAB), jax.random.key(0), NO_STOPS, limits)
-    with call.prefilled(rules, Meter(), lambda phase, share: None) as state:
+    most = jnp.asarray([10_000] * len(prompts) + [0] * padding, jnp.int32)
+    rules = Rules(make_sampler(Sampling(), VOCAB), jax.random.key(0), NO_STOPS, most)
+    with call.prefilled(rules, Meter(), lambda phase, share: None, limits=limits) as state:
         # A call would have drawn each row's first token by now.
         yield call, dataclasses.replace(state, step=state.step + 1), rules
 
@@ -70,7 +70,7 @@ class Forced(NamedTuple):
     call: TieredCall
 
 
-def forced_logits(of, prompts, given, cache):
+def forced_logits(of, prompts, given, cache, limits=None):
     """Logits of each row's last prompt token and of the tokens it is then given.
 
     Args:
@@ -78,12 +78,17 @@ def forced_logits(of, prompts, given, cache):
       prompts: token ids, a row each.
       given: token ids that follow, a row each; rows may differ in length.
       cache: with `select`.
+      limits: int32 [L, Hkv], slots that each head may use; None is all.
 
     Returns:
       What came of it.
     """
     most = max(map(len, given))
-    with prefilled(of, prompts, new_tokens=most + 1, cache=cache) as (call, state, rules):
+    with prefilled(of, prompts, new_tokens=most + 1, cache=cache, limits=limits) as (
+        call,
+        state,
+        rules,
+    ):
         rows = [[row] for row in np.asarray(_logits(of.graphdef, of.params, state.hidden))]
         for offset in range(most):
             tokens = [row[offset] if offset < len(row) else None for row in given]

@@ -84,15 +84,16 @@ class PlainTiers:
         """Pages that were not near when they were chosen, over steps, layers and heads.
 
         Args:
-          slots: S, the open page included.
+          slots: S, the open page included; one number, or one of each layer's every head.
           total: N.
           held: pages that the program had room for in a prompt.
           keeps: whether pages stay near from step to step.
           evict: what makes room.
         """
+        own = np.broadcast_to(np.ravel(slots), len(self.steps)).tolist()
         return sum(
             self._misses(steps, observed, slots, total, held, keeps, evict)
-            for steps, observed in zip(self.steps, self.observed, strict=True)
+            for steps, observed, slots in zip(self.steps, self.observed, own, strict=True)
         )
 
     def _misses(self, steps, observed, slots, total, held, keeps, evict):
@@ -100,11 +101,11 @@ class PlainTiers:
         full, begun = divmod(self._prompt, self._size)
         first = min(slots - 1, held) if keeps else 0
         best = sorted(range(full), key=lambda page: (-observed[page], page))[:first]
-        for slot, page in enumerate(sorted(best)):
+        for slot, page in enumerate(sorted(best), start=1):
             near.page_in[slot] = page
             near.rank[slot] = observed[page] / (1 + observed[page])  # no step has read it
         if begun:
-            near.page_in[first if keeps else 1] = full
+            near.page_in[0] = full
         missed = 0
         for number, (mass, chosen) in enumerate(steps, start=1):
             length = self._prompt + number - 1

@@ -39,7 +39,7 @@ def pool_bytes(state):
 
 
 def copies_of_a_pool(shapes, program):
-    pool = f"bf16\\[{shapes.num_pages},2,16,128\\]"
+    pool = f"bf16\\[{shapes.batch * sum(shapes.slots[0])},1,16,128\\]"
     return re.findall(rf"{pool}\S* (?:copy|copy-start|transpose)\(", program)
 
 
