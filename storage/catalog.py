@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from collections.abc import Collection
 
 import numpy as np
 
@@ -123,6 +124,21 @@ class Catalog:
             self.damaged.pop(key, None)
             self.index.add(manifest, blob.generation, len(blob.value))
             return self.index.entries[key]
+
+    def bytes_in_use(self, without: Collection[str] = ()) -> int:
+        """What the segments occupy; pages that several share count once.
+
+        Args:
+          without: keys of segments that are to count as removed.
+        """
+        with self._lock:
+            left = [entry for key, entry in self.index.entries.items() if key not in without]
+            folders = {name: size for x in left for name, size in x.manifest.folders.items()}
+            return sum(entry.manifest_bytes for entry in left) + sum(folders.values())
+
+    def needs(self, folder: str) -> bool:
+        """Whether a segment has pages in a folder under data/."""
+        return any(folder in entry.manifest.folders for entry in self.entries())
 
     def generation(self, key: str) -> bytes | None:
         """Of the manifest, whole or not, as it was last looked at; None if there was none."""

@@ -30,6 +30,13 @@ DAMAGED: frozenset[Reason] = frozenset(("absent", "torn", "checksum", "foreign")
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
+IN_WORDS: dict[Reason, str] = {
+    "absent": "it is not there, or not any more",
+    "torn": "it is shorter than it was written, or not whole",
+    "checksum": "its bytes are not those that were written",
+}
+"""What to say of a unit that TensorStore could not read."""
+
 _SOURCE = re.compile(r"\s*\[(?:source locations|os_error_code)='[^']*'\]")
 _OS_ERROR_CODE = re.compile(r"\[os_error_code='(\d+)'\]")
 

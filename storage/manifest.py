@@ -19,11 +19,13 @@ import numpy as np
 from kvjax.storage.errors import SegmentError
 from kvjax.storage.keys import Identity, prompt_key, token_array
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
+from kvjax.storage.stored_array import StoredArray
 
 MAGIC = "kvjax prefix segment"
-VERSION = 3
-READABLE = (2, 3)
-"""Versions that are read. In 2 no tokens followed the last full page."""
+VERSION = 4
+READABLE = (2, 3, 4)
+"""Versions that are read. In 2 no tokens followed the last full page, until 4 all pages were
+in their own order (`page_order`) and in one folder."""
 
 FOLDER = re.compile(r"(?P<key>[0-9a-f]{64})\.(?P<begun>[0-9]{1,15})\.[0-9a-f]{8}")
 """A folder of data: the segment's key, when writing began in ms since 1970, and a random number."""
@@ -53,11 +55,24 @@ class Manifest:
     grid: Grid
     tokens: np.ndarray  # int32, those of the pages, then fewer than a page more; read-only
     label: str  # for people: a model or a file
-    folder: str  # where the data is, under data/
+    folder: str  # where the data is, under data/, but for the pages that it shares
     created: float  # seconds since 1970
     data_bytes: int  # of the units, their index and description, and the sketches
     array_sha256: str  # of zarr.json
     sketches: tuple[SketchEntry, ...]
+    shared: tuple[StoredArray, ...] = ()  # the first pages, where they lie in other folders
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """Where its pages lie, the first first; the last folder is its own."""
+        own = self.grid.pages - sum(array.pages for array in self.shared)
+        mine = StoredArray(self.folder, own, own, self.data_bytes, self.array_sha256)
+        return (*self.shared, mine)
+
+    @property
+    def folders(self) -> dict[str, int]:
+        """Bytes of every folder that it needs, by name."""
+        return {array.folder: array.data_bytes for array in self.arrays}
 
     @property
     def sketch_names(self) -> frozenset[str]:
@@ -83,6 +98,7 @@ class Manifest:
             "data_bytes": self.data_bytes,
             "array_sha256": self.array_sha256,
             "sketches": [dataclasses.asdict(entry) for entry in self.sketches],
+            "shared": [dataclasses.asdict(array) for array in self.shared],
         }
         head = {"magic": MAGIC, "version": VERSION, "sha256": _digest(body)}
         return json.dumps(head | {"body": body}, indent=1).encode("utf-8")
@@ -146,12 +162,15 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     _check("data_bytes", body["data_bytes"], type(body["data_bytes"]) is int)
     _check("data_bytes", body["data_bytes"], 0 <= body["data_bytes"] < 1 << 63)
     _check("array_sha256", body["array_sha256"], bool(_DIGEST.fullmatch(body["array_sha256"])))
+    shared = tuple(_shared(fields) for fields in body.get("shared", ()))
+    _check("shared", body.get("shared"), sum(array.pages for array in shared) < grid.pages)
     return Manifest(
         identity=Identity(**body["identity"]),
         grid=grid,
         tokens=tokens,
         array_sha256=body["array_sha256"],
         sketches=sketches,
+        shared=shared,
         **same,
     )
 
@@ -164,6 +183,17 @@ def _sketch(fields: dict[str, Any]) -> SketchEntry:
     _check("sketch bytes", entry.bytes, type(entry.bytes) is int and entry.bytes == size)
     _check("sketch sha256", entry.sha256, bool(_DIGEST.fullmatch(entry.sha256)))
     return entry
+
+
+def _shared(fields: dict[str, Any]) -> StoredArray:
+    array = StoredArray(**fields)
+    _check("shared folder", array.folder, bool(FOLDER.fullmatch(array.folder)))
+    for name in ("pages", "of", "data_bytes"):
+        _check(f"shared {name}", getattr(array, name), type(getattr(array, name)) is int)
+    _check("shared pages", array.pages, 1 <= array.pages <= array.of < 1 << 31)
+    _check("shared data_bytes", array.data_bytes, 0 <= array.data_bytes < 1 << 63)
+    _check("shared sha256", array.array_sha256, bool(_DIGEST.fullmatch(array.array_sha256)))
+    return array
 
 
 def _check(name: str, value: object, good: bool) -> None:

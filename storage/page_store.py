@@ -1,7 +1,8 @@
 """Prefixes on disk or in any store with a URL: written once, found by tokens, read in units.
 
     store.json               says that this is a page store, and of which version
-    data/KEY.TIME.NONCE/     a segment's units (zarr3, sharded), their description, its sketches
+    data/KEY.TIME.NONCE/     a segment's units (zarr3, sharded), their description, its sketches;
+                             longer segments may share them
     segments/KEY.json        its manifest, written last and in one step: from then on it exists
     use/KEY.json             how often it was found, and when
 
@@ -40,7 +41,7 @@ from kvjax.storage.layout import Layout
 from kvjax.storage.marker import check_marker
 from kvjax.storage.prefix_index import Entry
 from kvjax.storage.segment import Segment, SegmentInfo
-from kvjax.storage.segment_writer import draft, write_segment
+from kvjax.storage.segment_writer import Beginning, draft, write_segment
 from kvjax.storage.store_stats import StoreStats
 from kvjax.storage.upkeep import Finding, Freed, collect_garbage, verify
 from kvjax.storage.usage import UsageLog
@@ -50,12 +51,9 @@ GC_AGE_S = 3600.0
 """Unpublished data younger than this may still be written by somebody."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """What a prompt has in the store."""
-
-    segment: Segment
-    pages: int  # how many of the prompt's first pages the segment holds
+@dataclasses.dataclass(frozen=True, eq=False)
+class Match(Beginning):
+    """What a prompt has in the store: an open segment, and how many of the first pages it holds."""
 
     @property
     def key(self) -> str:
@@ -149,6 +147,7 @@ class PageStore:
         layout: Layout = Layout(),  # noqa: B008  frozen
         sketches: Mapping[str, np.ndarray] | None = None,
         label: str = "",
+        after: Beginning | None = None,
     ) -> SegmentInfo:
         """Stores the full pages of a prompt; returns when they are on the device.
 
@@ -166,6 +165,9 @@ class PageStore:
           layout: what one read will bring.
           sketches: small arrays to keep with the pages, by name.
           label: for people: a model or a file.
+          after: an open segment, such as `find` gives it, whose first pages are those of these
+            tokens: they are not written again, and k and v are the pages that follow. Sketches are
+            of all pages. Its files stay as long as a segment has pages in them.
 
         Returns:
           What is stored now.
@@ -179,21 +181,21 @@ class PageStore:
         self._check_writable("put")
         arrays = dict(sketches or {})
         while True:
-            new = draft(identity, tokens, k, v, layout, arrays, label)
+            new = draft(identity, tokens, k, v, layout, arrays, label, after)
             key = new.manifest.key
             stored = self._stored(key, arrays)
             if isinstance(stored, SegmentInfo):
                 return stored
             if stored is not arrays:
                 arrays = stored
-                new = draft(identity, tokens, k, v, layout, arrays, label)
+                new = draft(identity, tokens, k, v, layout, arrays, label, after)
             self._check_size(new.bytes, key, label)
             with self._room(new.bytes, key):
                 former = self._catalog.index.entries.get(key)
                 published = write_segment(self._blobs, new, self._catalog.generation(key))
                 if published and former is not None:
                     with self._lock:
-                        self._replaced[former.manifest.folder] = former.manifest.data_bytes
+                        self._replaced.update(former.manifest.folders)
             if published:
                 return self._info(self._catalog.get(key))
 
@@ -338,7 +340,8 @@ class PageStore:
         Who has it open gets what it asks for, or `UnitError` with reason "absent".
 
         Returns:
-          The bytes that it occupied, 0 if its manifest is damaged (gc frees its data).
+          The bytes that are free now: not those of pages that other segments share, and 0 if its
+          manifest is damaged (gc frees its data).
 
         Raises:
           ValueError: the key is not one, or the store is read-only.
@@ -353,10 +356,12 @@ class PageStore:
             if miss.reason == "absent":
                 raise
             entry = None
+        self.refresh()  # others may have stored what shares its pages
+        before = self._catalog.bytes_in_use()
         self._blobs.delete(manifest_name(key))
         self._catalog.forget(key)
         self._delete_data(key, entry)
-        return entry.bytes if entry else 0
+        return max(before - self._catalog.bytes_in_use(), 0) if entry else 0
 
     def remove_shorter(self, key: str) -> list[SegmentInfo]:
         """Removes the segments that a segment is longer than and holds all of.
@@ -422,7 +427,7 @@ class PageStore:
         """
         self._check_writable("gc")
         with self._lock:
-            in_use = {segment.folder for segment in self._open if not segment.closed}
+            in_use = self._folders_in_use()
         folders = self._blobs.folders("data/")
         self.refresh()
         known = set(self._catalog.damaged)
@@ -443,7 +448,7 @@ class PageStore:
         with self._lock:
             return StoreStats(
                 segments=len(infos),
-                bytes=sum(info.bytes for info in infos),
+                bytes=self._catalog.bytes_in_use(),
                 sketch_bytes=sum(info.sketch_bytes for info in infos),
                 max_bytes=self.max_bytes,
                 hits=sum(info.hits for info in infos),
@@ -550,8 +555,9 @@ class PageStore:
             pinned = {segment.info.key for segment in self._open if not segment.closed}
             entries = {entry.manifest.key: entry for entry in self._catalog.entries()}
             infos = [self._info(entry) for entry in entries.values()]
-            room = max_bytes - self._reserved - sum(self._replaced.values()) - wanted
-            chosen = victims(infos, room, pinned, self._catalog.dispensable, key)
+            room = max_bytes - self._reserved - self._left_bytes() - wanted
+            used = self._catalog.bytes_in_use
+            chosen = victims(infos, room, pinned, self._catalog.dispensable, key, used=used)
             for victim in chosen:  # at once, so that nobody opens one of them any more
                 self._catalog.forget(victim)
             self._reserved += wanted
@@ -568,24 +574,33 @@ class PageStore:
     def _used(self) -> int:
         """Bytes of what is stored, is being written, and is left of what was replaced."""
         with self._lock:
-            stored = sum(entry.bytes for entry in self._catalog.entries())
-            return stored + self._reserved + sum(self._replaced.values())
+            return self._catalog.bytes_in_use() + self._reserved + self._left_bytes()
+
+    def _left_bytes(self) -> int:
+        """Bytes of what is left of replaced segments; locked."""
+        left = self._replaced.items()
+        return sum(size for folder, size in left if not self._catalog.needs(folder))
+
+    def _folders_in_use(self) -> set[str]:
+        """Folders that this process reads; locked."""
+        return {x for segment in self._open if not segment.closed for x in segment.folders}
 
     def _drop_replaced(self, limit: int) -> None:
         """Removes what is left of replaced segments that are not open, while more is used."""
         with self._lock:
-            in_use = {segment.folder for segment in self._open if not segment.closed}
+            in_use = self._folders_in_use()
             idle = [folder for folder in self._replaced if folder not in in_use]
         for folder in idle:
-            if self._used() > limit:
+            if self._used() > limit and not self._catalog.needs(folder):
                 self._blobs.delete_folder(f"data/{folder}/")
                 with self._lock:
                     self._replaced.pop(folder, None)
 
     def _delete_data(self, key: str, entry: Entry | None) -> None:
         """Removes what belongs to a segment whose manifest is gone."""
-        if entry is not None:
-            self._blobs.delete_folder(f"data/{entry.manifest.folder}/")
+        for folder in entry.manifest.folders if entry is not None else ():
+            if not self._catalog.needs(folder):
+                self._blobs.delete_folder(f"data/{folder}/")
         self._usage.forget(key)
         self._blobs.delete(f"use/{key}.json")
 

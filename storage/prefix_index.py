@@ -8,6 +8,7 @@ from kvjax.storage.errors import Reason
 from kvjax.storage.keys import Identity, page_keys
 from kvjax.storage.layout import Layout
 from kvjax.storage.manifest import Manifest
+from kvjax.storage.page_order import PAGE_PLACES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +110,8 @@ class PrefixIndex:
     def covering(self, key: str) -> list[Entry]:
         """Longer segments of the same layout and dtype that hold all that is in this one.
 
-        That is all of its tokens and pages, and sketches of the same names.
+        That is all its tokens and pages, and sketches of the same names; where pages lie in files
+        is nobody's loss.
         """
         entry = self.entries[key]
         own = entry.manifest
@@ -121,7 +123,7 @@ class PrefixIndex:
             for other in others
             if other.manifest.grid.layout == own.grid.layout
             and other.manifest.grid.dtype == own.grid.dtype
-            and other.manifest.sketch_names >= own.sketch_names
+            and other.manifest.sketch_names >= own.sketch_names - {PAGE_PLACES}
             and len(other.manifest.tokens) > len(own.tokens)
             and np.array_equal(other.manifest.tokens[: len(own.tokens)], own.tokens)
         ]

@@ -1,21 +1,20 @@
 """A stored prefix that is open for reading."""
 
 import dataclasses
-import hashlib
 import threading
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
 from kvjax.storage.blobs import Blobs
-from kvjax.storage.errors import Reason, SegmentError, StoreError, UnitError
+from kvjax.storage.errors import SegmentError
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 from kvjax.storage.manifest import Manifest, SketchEntry
-from kvjax.storage.unit_array import bytes_of_read, open_array, places, read_places, units_at
-from kvjax.storage.unit_read import UnitGroup, UnitRead
-from kvjax.storage.unit_tags import folder_number, split_tags, tags_of
+from kvjax.storage.page_order import PAGE_PLACES, are_places
+from kvjax.storage.stored_array import ArrayReads, checked_blob
+from kvjax.storage.unit_array import bytes_of_read, requests_of_read
+from kvjax.storage.unit_read import UnitRead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class SegmentInfo:
     dtype: str  # bfloat16, float16 or float32
     shape: tuple[int, int, int, int, int]  # [L, N, H, P, D] of its keys, and of its values
     tokens: int  # how many, with those after the last page
-    bytes: int  # all that it occupies
+    bytes: int  # all that it occupies, but for pages that it shares
     sketch_bytes: int  # of which sketches
     created: float  # seconds since 1970
     last_used: float  # seconds since 1970: created, or the last find
@@ -38,11 +37,42 @@ class SegmentInfo:
 
 @dataclasses.dataclass(frozen=True)
 class BytesRead:
-    """Bytes that came from the store."""
+    """What came from the store, in bytes unless another unit is named."""
 
     payload: int = 0  # units, and short gaps between units
     index: int = 0  # shard indexes, and the units' tags and checksums
     sketches: int = 0
+    units: int = 0  # that were asked for
+    requests: int = 0  # pieces of files that were read for units: neighbours come together
+
+    def __add__(self, other: "BytesRead") -> "BytesRead":
+        """Both."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return BytesRead(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+
+class _Counter:
+    """What was read through one segment; it does not refer to it, so that nothing keeps that open.
+
+    Attributes:
+      read: so far.
+    """
+
+    def __init__(self, bridged_gap: int) -> None:
+        self.read = BytesRead()
+        self._bridged_gap = bridged_gap
+        self._lock = threading.Lock()
+
+    def count(self, grid: Grid, where: np.ndarray) -> None:
+        """Units at places [n] of an array with these extents are read."""
+        payload, index = bytes_of_read(grid, where, self._bridged_gap)
+        requests = requests_of_read(grid, where, self._bridged_gap)
+        self.add(BytesRead(payload, index, 0, len(where), requests))
+
+    def add(self, more: BytesRead) -> None:
+        """Counts what was read."""
+        with self._lock:
+            self.read += more
 
 
 class Segment:
@@ -55,31 +85,47 @@ class Segment:
       info: what is known of it.
       tokens: int32, those of the pages, then fewer than a page more; read-only.
       grid: extents and bytes of units and shards.
-      folder: where the data is, under data/.
+      folders: where the data is, under data/.
+      arrays: which pages lie in which folder.
+      page_places: int32 [layer groups, head groups, N], where each page lies in its files, if they
+        are not in their own order.
     """
 
     def __init__(self, blobs: Blobs, manifest: Manifest, info: SegmentInfo) -> None:
-        """Checks the array's description and opens it; reads no unit.
+        """Checks the array's description and opens it; reads no unit, only the pages' places.
 
         Raises:
-          SegmentError: "torn", "checksum" or "io".
+          SegmentError: "torn", "checksum", "foreign" or "io".
         """
         self.info = info
         self.tokens = manifest.tokens
         self.grid: Grid = manifest.grid
-        self.folder = manifest.folder
+        self.folders = frozenset(manifest.folders)
+        self.arrays = manifest.arrays
         self.closed = False
         self._blobs = blobs
         self._manifest = manifest
-        self._prefix = f"data/{manifest.folder}/"
-        self._number = folder_number(manifest.folder)
-        self._read = BytesRead()
-        self._lock = threading.Lock()
-        zarr_json = self._checked("zarr.json", manifest.array_sha256)
-        try:
-            self._array = open_array(blobs, self._prefix, zarr_json)
-        except StoreError as error:
-            raise SegmentError(info.key, "foreign", str(error)) from error
+        self._counter = _Counter(blobs.bridged_gap)
+        self.page_places: np.ndarray | None = None
+        if PAGE_PLACES in self.sketch_names:
+            self.page_places = self.sketch(PAGE_PLACES)
+            if not are_places(self.page_places, self.grid, self.arrays):
+                detail = f"its array {PAGE_PLACES!r} does not give every page a place"
+                raise SegmentError(info.key, "foreign", detail)
+        pages = [array.pages for array in self.arrays]
+        self._firsts = np.cumsum([0, *pages[:-1]])
+        self._reads = [
+            ArrayReads(
+                blobs,
+                info.key,
+                array,
+                self.grid,
+                first,
+                self._places_in(first, array.pages),
+                self._counter.count,
+            )
+            for array, first in zip(self.arrays, self._firsts.tolist(), strict=True)
+        ]
 
     @property
     def unit_shape(self) -> tuple[int, int, int, int, int]:
@@ -134,16 +180,17 @@ class Segment:
         self._check(rows)
         if not len(rows):
             return []
-        where, row = np.unique(places(self.grid, rows), return_inverse=True)
-        group = UnitGroup(
-            where, start=self._start, checked=self._checked_units, error=self._unit_error
-        )
-        return [UnitRead(group, place) for place in row.tolist()]
+        reads: dict[int, UnitRead] = {}
+        array = np.searchsorted(self._firsts, rows[:, 3], side="right") - 1
+        for number in np.unique(array).tolist():
+            at = np.flatnonzero(array == number)
+            group, row = self._reads[number].read(rows[at])
+            reads.update((i, UnitRead(group, r)) for i, r in zip(at.tolist(), row, strict=True))
+        return [reads[i] for i in range(len(rows))]
 
     def bytes_read(self) -> BytesRead:
         """What was read through this object so far, counted when it was asked for."""
-        with self._lock:
-            return self._read
+        return self._counter.read
 
     def close(self) -> None:
         """Lets the store evict the segment; reads that have started still end."""
@@ -155,22 +202,10 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, where: np.ndarray) -> Any:
-        """Starts to read the units at places [n]; a future of [n, element]."""
-        self._count(where)
-        return read_places(self._array, self.grid, where)
-
-    def _checked_units(
-        self, stored: np.ndarray, where: np.ndarray
-    ) -> tuple[np.ndarray, frozenset[int]]:
-        """Units [n, *unit_shape] as they were read, and rows of those that belong elsewhere."""
-        units, tags = split_tags(self.grid, stored)
-        wrong = (tags != tags_of(self._number, where)).any(axis=-1)
-        return units, frozenset(np.flatnonzero(wrong).tolist())
-
-    def _unit_error(self, place: int, reason: Reason, detail: str) -> UnitError:
-        layer, head, kind, page = units_at(self.grid, np.array([place]))[0].tolist()
-        return UnitError(self.info.key, (layer, head, kind, page), reason, detail)
+    def _places_in(self, first: int, pages: int) -> np.ndarray | None:
+        """Where pages lie that follow one another in one folder."""
+        places = self.page_places
+        return None if places is None else places[:, :, first : first + pages]
 
     def _check(self, units: np.ndarray) -> None:
         if self.closed:
@@ -187,31 +222,12 @@ class Segment:
                 f"kind, page) is below {self.grid.units}"
             )
 
-    def _count(self, where: np.ndarray, sketches: int = 0) -> None:
-        payload, index = bytes_of_read(self.grid, where, self._blobs.bridged_gap)
-        with self._lock:
-            old = self._read
-            self._read = BytesRead(
-                old.payload + payload, old.index + index, old.sketches + sketches
-            )
-
     def _sketch(self, entry: SketchEntry) -> np.ndarray:
-        data = self._checked(f"sketches/{entry.name}", entry.sha256)
-        self._count(np.empty(0, np.int64), sketches=len(data))
+        name = f"data/{self._manifest.folder}/sketches/{entry.name}"
+        data = checked_blob(self._blobs, self.info.key, name, entry.sha256)
+        self._counter.add(BytesRead(sketches=len(data)))
         dtype = numpy_dtype(entry.dtype)
         if len(data) != entry.bytes:
             detail = f"sketch {entry.name!r} has {len(data)} bytes, not {entry.bytes}"
             raise SegmentError(self.info.key, "torn", detail)
         return np.frombuffer(data, dtype).reshape(entry.shape)
-
-    def _checked(self, name: str, sha256: str) -> bytes:
-        try:
-            data = self._blobs.read(self._prefix + name).value
-        except StoreError as error:
-            raise SegmentError(self.info.key, error.reason, str(error)) from error
-        if data is None:
-            raise SegmentError(self.info.key, "torn", f"{self._prefix}{name} is missing")
-        if hashlib.sha256(data).hexdigest() != sha256:
-            detail = f"{self._prefix}{name} is not what was written"
-            raise SegmentError(self.info.key, "checksum", detail)
-        return data

@@ -15,9 +15,31 @@ from kvjax.storage.errors import StoreError
 from kvjax.storage.keys import Identity, token_array
 from kvjax.storage.layout import Grid, Layout
 from kvjax.storage.manifest import FOLDER, Manifest, segment_key
+from kvjax.storage.page_order import PAGE_PLACES, are_places
+from kvjax.storage.segment import Segment
 from kvjax.storage.sketch_files import encode_sketches
+from kvjax.storage.stored_array import StoredArray
 from kvjax.storage.unit_array import description, open_array, write_shards
 from kvjax.storage.unit_tags import folder_number
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Beginning:
+    """The first pages of an open segment, which another one that begins with them shares."""
+
+    segment: Segment
+    pages: int
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """Where these pages lie."""
+        found: list[StoredArray] = []
+        left = self.pages
+        for array in self.segment.arrays:
+            if left:
+                found.append(dataclasses.replace(array, pages=min(array.pages, left)))
+                left -= found[-1].pages
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,8 +50,10 @@ class Draft:
     encoded: bytes  # the manifest's file
     zarr_json: bytes
     sketches: Mapping[str, bytes]
-    keys: np.ndarray  # [L, N, H, P, D]
+    grid: Grid  # of the pages that are written
+    keys: np.ndarray  # [L, n, H, P, D]
     values: np.ndarray
+    places: np.ndarray | None  # of the pages in the files, see `page_order`
 
     @property
     def bytes(self) -> int:
@@ -45,6 +69,7 @@ def draft(
     layout: Layout,
     sketches: Mapping[str, np.ndarray],
     label: str,
+    after: Beginning | None = None,
 ) -> Draft:
     """Checks all arguments of `PageStore.put`, before anything is written.
 
@@ -58,7 +83,8 @@ def draft(
         raise ValueError(
             f"v is {values.dtype} {values.shape}, k is {keys.dtype} {keys.shape}; they must agree"
         )
-    layers, pages, heads, page_size, head_dim = keys.shape
+    layers, own_pages, heads, page_size, head_dim = keys.shape
+    pages = own_pages + (0 if after is None else after.pages)
     if page_size != layout.page_size:
         raise ValueError(
             f"k has pages of {page_size} tokens, Layout.page_size is {layout.page_size}; make them "
@@ -71,9 +97,24 @@ def draft(
             "tokens of the full pages, and fewer than a page after them"
         )
     grid = Grid(layout, layers, pages, heads, head_dim, str(keys.dtype))
+    own = dataclasses.replace(grid, pages=own_pages)
+    shared: tuple[StoredArray, ...] = ()
+    if after is not None:
+        _check_goes_on(after, identity, ids, grid)
+        shared = after.arrays
+        sketches = _with_places(sketches, after, own)
+    places = sketches.get(PAGE_PLACES)
+    whole = (*shared, StoredArray("", own_pages, own_pages, 0, ""))
+    if places is not None and not are_places(places, grid, whole):
+        layer_groups, head_groups, _, _ = grid.units
+        raise ValueError(
+            f"sketches[{PAGE_PLACES!r}] is {places.dtype} {list(places.shape)}; give int32 "
+            f"{[layer_groups, head_groups, pages]} that gives every page of a group another place, "
+            "as near_together does"
+        )
     entries, sketch_bytes = encode_sketches(sketches)
     key = segment_key(identity, grid, ids)
-    zarr_json = description(grid, key)
+    zarr_json = description(own, key)
     now = time.time()
     manifest = Manifest(
         key=key,
@@ -83,11 +124,59 @@ def draft(
         label=label,
         folder=f"{key}.{int(now * 1000)}.{secrets.token_hex(4)}",
         created=now,
-        data_bytes=grid.array_bytes + len(zarr_json) + sum(map(len, sketch_bytes.values())),
+        data_bytes=own.array_bytes + len(zarr_json) + sum(map(len, sketch_bytes.values())),
         array_sha256=hashlib.sha256(zarr_json).hexdigest(),
         sketches=entries,
+        shared=shared,
     )
-    return Draft(manifest, manifest.encode(), zarr_json, sketch_bytes, keys, values)
+    if places is not None:
+        places = places[:, :, pages - own_pages :]
+    return Draft(manifest, manifest.encode(), zarr_json, sketch_bytes, own, keys, values, places)
+
+
+def _check_goes_on(after: Beginning, identity: Identity, ids: np.ndarray, grid: Grid) -> None:
+    """Refuses pages that do not go on what they are said to.
+
+    Raises:
+      ValueError: they do not.
+    """
+    info, size = after.segment.info, grid.layout.page_size
+    same = dataclasses.replace(after.segment.grid, pages=grid.pages)
+    if not 1 <= after.pages <= after.segment.grid.pages:
+        raise ValueError(f"after has {after.pages} pages of {after.segment.grid.pages}; give 1 up")
+    if info.identity != identity or same != grid:
+        raise ValueError(
+            f"after is segment {info.key[:12]} of another identity, layout, shape or dtype; give "
+            "what find gives for these tokens and this layout"
+        )
+    count = after.pages * size
+    if not np.array_equal(after.segment.tokens[:count], ids[:count]):
+        raise ValueError(
+            f"tokens do not begin with the {count} of segment {info.key[:12]}; give what find "
+            "gives for them"
+        )
+
+
+def _with_places(
+    sketches: Mapping[str, np.ndarray], after: Beginning, own: Grid
+) -> Mapping[str, np.ndarray]:
+    """Sketches with the places of all pages, where those given are of the own ones only."""
+    mine, theirs = sketches.get(PAGE_PLACES), after.segment.page_places
+    if mine is None and theirs is None:
+        return sketches
+    pages = own.pages
+    if theirs is None:
+        theirs = _in_order(own, *(array.pages for array in after.arrays))
+    if mine is None:
+        mine = _in_order(own, pages)
+    return {**sketches, PAGE_PLACES: np.concatenate([theirs[:, :, : after.pages], mine], 2)}
+
+
+def _in_order(grid: Grid, *pages: int) -> np.ndarray:
+    """Places of pages that lie in their own order in folders of so many."""
+    layer_groups, head_groups, _, _ = grid.units
+    there = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
+    return np.broadcast_to(there, (layer_groups, head_groups, len(there)))
 
 
 def folder_age(folder: str) -> float | None:
@@ -118,8 +207,9 @@ def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
         blobs.write(prefix + "zarr.json", segment.zarr_json)
         array = open_array(blobs, prefix, segment.zarr_json)
         number = folder_number(manifest.folder)
-        wait_s = blobs.time_for(manifest.grid.array_bytes // manifest.grid.shards)
-        write_shards(array, manifest.grid, number, segment.keys, segment.values, wait_s)
+        grid = segment.grid
+        wait_s = blobs.time_for(grid.array_bytes // grid.shards)
+        write_shards(array, grid, number, segment.keys, segment.values, wait_s, segment.places)
         for name, data in segment.sketches.items():
             blobs.write(f"{prefix}sketches/{name}", data)
         publishing = True

@@ -53,6 +53,7 @@ def description(grid: Grid, key: str) -> bytes:
             "segment": key,
             "unit_axes": ["layer", "head", "keys and values", "token", "channel"],
             "unit_shape": list(grid.unit_shape),
+            "page": "at the place that the array sketches/page-places says, if there is one",
             "tag": "the last 16 bytes: a number of the folder, and the unit's place in the array",
         },
     }
@@ -89,6 +90,7 @@ def write_shards(
     keys: np.ndarray,
     values: np.ndarray,
     timeout_s: float | None = None,
+    page_places: np.ndarray | None = None,
 ) -> None:
     """Writes keys and values [L, N, H, P, D] of the folder with a number, a few shards at a time.
 
@@ -99,6 +101,8 @@ def write_shards(
       keys: of all layers.
       values: of all layers.
       timeout_s: the longest wait for one shard; None waits for ever.
+      page_places: int32 [layer groups, head groups, N], the place of each page in its shard; None
+        keeps their own order.
 
     Raises:
       StoreError: a shard cannot be written, or not in time.
@@ -114,7 +118,9 @@ def write_shards(
             else:
                 shard = np.empty((pages, kinds, grid.stored_elements), _bits(grid))
             units, tags = split_tags(grid, shard)
-            _fill(units, grid, keys, values, layer_group, head_group)
+            at = None if page_places is None else page_places[layer_group, head_group]
+            order = slice(None) if at is None else np.argsort(at)
+            _fill(units, grid, keys, values, layer_group, head_group, order)
             first = (layer_group * head_groups + head_group) * pages * kinds
             tags[:] = tags_of(number, first + np.arange(pages * kinds).reshape(pages, kinds))
             in_flight.append((start_write(array, grid, layer_group, head_group, shard), shard))
@@ -186,6 +192,20 @@ def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int,
     return payload, touched * grid.index_bytes + beside
 
 
+def requests_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> int:
+    """How many pieces of files TensorStore reads for units, their shards' indexes apart.
+
+    Args:
+      grid: the segment's extents.
+      where: as `bytes_of_read` takes it.
+      bridged_gap: as `bytes_of_read` takes it.
+    """
+    _, _, kinds, pages = grid.units
+    apart = np.diff(where // (pages * kinds)) > 0
+    apart |= (np.diff(where) - 1) * grid.stored_unit_bytes > bridged_gap
+    return int(np.count_nonzero(apart)) + min(len(where), 1)
+
+
 def _fill(
     units: np.ndarray,
     grid: Grid,
@@ -193,12 +213,13 @@ def _fill(
     values: np.ndarray,
     layer_group: int,
     head_group: int,
+    pages: slice | np.ndarray,
 ) -> None:
     """Gathers one shard's units [page, kind, layer, head, keys and values, token, channel]."""
     layers, heads = grid.layout.layers, grid.layout.heads
     block = (
         slice(layer_group * layers, (layer_group + 1) * layers),
-        slice(None),
+        pages,
         slice(head_group * heads, (head_group + 1) * heads),
     )
     for which, source in enumerate((keys, values)):

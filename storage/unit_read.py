@@ -1,5 +1,7 @@
 """Units that are on their way from a store."""
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.storage.blobs import STATUS_ERRORS
-from kvjax.storage.errors import Reason, UnitError, fault
+from kvjax.storage.errors import IN_WORDS, Reason, UnitError, fault
 
 _Units = tuple[np.ndarray, frozenset[int]]
 """Units [n, *unit_shape], and the rows of those whose bytes belong to another place."""
@@ -156,8 +158,9 @@ class UnitGroup:
         except TimeoutError:
             raise
         except STATUS_ERRORS as error:
-            reason = fault(error, "reading it").reason
-            raise self._error(int(where[0]), reason, str(error)) from error
+            why = fault(error, "reading it")
+            said = IN_WORDS.get(why.reason, os.strerror(why.errno or errno.EIO))
+            raise self._error(int(where[0]), why.reason, said) from error
         return self._unit(self._checked(stored, where), 0, where)
 
     def _unit(self, units: _Units, row: int, where: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Finding damage in a store, and removing what nothing leads to."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def collect_garbage(
     catalog: Catalog,
     folders: Sequence[str],
     min_age_s: float,
-    in_use: Collection[str],
+    in_use: set[str],
 ) -> Freed:
     """Removes unpublished data of some age, damaged manifests, and counts of what is gone.
 
@@ -102,8 +103,9 @@ def collect_garbage(
         if blobs.delete_if(manifest_name(key), damage.generation):  # or it was repaired meanwhile
             catalog.forget(key)
             segments += 1
+    kept = in_use | _named_now(catalog)
     for folder in folders:
-        if folder not in in_use and _left_behind(folder, catalog, min_age_s):
+        if folder not in kept and _left_behind(folder, catalog, min_age_s):
             freed += blobs.size(f"data/{folder}/") or 0
             blobs.delete_folder(f"data/{folder}/")
             segments += 1
@@ -113,6 +115,15 @@ def collect_garbage(
         if name.removeprefix("use/").removesuffix(".json") not in known:
             blobs.delete(name)
     return Freed(segments, freed)
+
+
+def _named_now(catalog: Catalog) -> set[str]:
+    """Folders that manifests lead to, read anew: what is known of them may be old."""
+    found: set[str] = set()
+    for key in catalog.names():
+        with contextlib.suppress(SegmentError):
+            found.update(catalog.get(key).manifest.folders)
+    return found
 
 
 def _left_behind(folder: str, catalog: Catalog, min_age_s: float) -> bool:

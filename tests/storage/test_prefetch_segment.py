@@ -104,7 +104,7 @@ def test_units_that_are_read_again_and_never_return_are_waited_for_within_the_ti
             threading.Timer(0.8 * timeout_s, promise.set_exception, [error]).start()
         return future
 
-    monkeypatch.setattr("kvjax.storage.segment.read_places", read_places)
+    monkeypatch.setattr("kvjax.storage.stored_array.read_places", read_places)
     units = np.array([(0, 0, 0, page) for page in range(N)], np.int32)
     tiers = Tiers(0, segment.unit_shape, kv[0].dtype)
     with segment, Prefetcher(segment.read, tiers, timeout_s=timeout_s) as prefetcher:

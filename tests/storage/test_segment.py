@@ -395,8 +395,8 @@ def test_a_segment_that_is_removed_while_it_is_open_gives_its_data_or_an_error(s
 def test_a_read_that_takes_too_long_stops_waiting(segment, monkeypatch):
     """The wait is bounded; the read itself may still end."""
     promise, future = ts.Promise.new()
-    stored = read_places(segment._array, segment.grid, np.array([0])).result()
-    monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: future)
+    stored = read_places(segment._reads[0]._array, segment.grid, np.array([0])).result()
+    monkeypatch.setattr("kvjax.storage.stored_array.read_places", lambda *_: future)
     read = segment.read(np.array([[0, 0, 0, 0]]))[0]
     assert not read.done()
     called = []
@@ -414,7 +414,7 @@ def test_the_second_read_of_a_unit_is_waited_for_no_longer_than_the_first_left(
     """A batch fails late, and units that are then read one by one never return."""
     batch, alone = ts.Promise.new(), ts.Promise.new()
     futures = [batch[1], alone[1]]
-    monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: futures.pop(0))
+    monkeypatch.setattr("kvjax.storage.stored_array.read_places", lambda *_: futures.pop(0))
     read, other = segment.read(np.array([[0, 0, 0, 0], [0, 0, 0, 1]]))
     threading.Timer(0.5, batch[0].set_exception, [OSError("the batch")]).start()
     begun = time.monotonic()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from kvjax.storage import segment
+from kvjax.storage import stored_array
 from kvjax.storage.blobs import Blobs
 from kvjax.storage.errors import SegmentError, StoreError, UnitError
 from kvjax.storage.page_store import PageStore
@@ -156,7 +156,7 @@ def test_verify_says_what_did_not_come_in_time(stored, monkeypatch):
         promises.append(promise)
         return future
 
-    monkeypatch.setattr(segment, "read_places", never)
+    monkeypatch.setattr(stored_array, "read_places", never)
     began = time.monotonic()
     findings = store.verify(key)
     assert [finding.reason for finding in findings] == ["timeout"] * 4
@@ -209,7 +209,7 @@ def test_units_that_do_not_come_in_time_are_named(stored, monkeypatch):
     units = np.array([[1, 0, 0, 2], [0, 1, 0, 3]], np.int32)
     with find(store).segment as opened, monkeypatch.context() as patch:
         assert len(list(units_in_time(opened.read(units), 20.0))) == 2
-        patch.setattr(segment, "read_places", never)
+        patch.setattr(stored_array, "read_places", never)
         with pytest.raises(UnitError, match=r"page 2\).*timeout.*no answer in 0\.1 s") as caught:
             list(units_in_time(opened.read(units), 0.1))
     assert (caught.value.unit, caught.value.reason) == ((1, 0, 0, 2), "timeout")
