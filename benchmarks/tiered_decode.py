@@ -29,9 +29,11 @@ from benchmarks.reprefill_measure import Answer, divergence, right_answers
 from benchmarks.tiered_claims import HEADINGS, Point, claims, lines
 from benchmarks.tiered_measure import Decoded, decoded
 from benchmarks.tiered_methods import EXACT, METHODS, OURS, Method, place
+from benchmarks.tiered_windows import planned
 from kvjax.config import CacheConfig
 from kvjax.load import load
 from kvjax.model import Model
+from kvjax.policies import Window
 from kvjax.storage.files import publish
 
 CONTEXTS, BUDGETS = "4096,8000", "1.56,6.25"
@@ -108,9 +110,14 @@ def _measure(
             label = f"{context} tokens, {name}, {budget:g} %"
             with tempfile.TemporaryDirectory(prefix="kvjax-tiered-") as folder:
                 cache = _cache(model, METHODS[name], budget, folder, len(ids))
-                got = decoded(
-                    model, ids, needles, cache, forced, lambda text, at=label: say(f"{at}: {text}")
-                )
+
+                def told(text: str, at: str = label) -> None:
+                    say(f"{at}: {text}")
+
+                if METHODS[name].planned:
+                    plan = planned(model, cache, len(ids), options.seed, told)
+                    cache = dataclasses.replace(cache, window=Window(plan=plan))
+                got = decoded(model, ids, needles, cache, forced, told)
             keep(context, budget, name, got, METHODS[name])
 
 

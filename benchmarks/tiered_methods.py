@@ -17,6 +17,7 @@ from kvjax.policies.tiering import By
 
 EXACT = "all pages, in memory"
 OURS = "low-bit keys, window x3"
+PLANNED = "low-bit keys, planned windows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Method:
       window: pages that stay near.
       host: share of the prompt's pages that host memory has room for, the store holding all of
         them; None keeps all in host memory.
+      planned: whether heads share the window's memory by what each was seen to fetch.
     """
 
     by: By | PageIndex
     window: Window = dataclasses.field(default_factory=Window)
     host: float | None = None
+    planned: bool = False
 
     def select(self, budget: str) -> Select:
         """The selection at a budget."""
@@ -41,6 +44,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     OURS: Method("low-bit"),
+    PLANNED: Method("low-bit", planned=True),
     "low-bit keys, window x0": Method("low-bit", Window(0)),
     "low-bit keys, window x1": Method("low-bit", Window(1)),
     "low-bit keys, window x3, LRU": Method("low-bit", Window(3, "lru")),

@@ -1,6 +1,7 @@
 """Options of commands whose decode steps read selected pages of a context that does not fit."""
 
 import dataclasses
+import pathlib
 from typing import Annotated
 
 import typer
@@ -48,12 +49,23 @@ def tier_options(
         ),
     ] = Select.budget,
     window: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Pages that stay near from step to step, in multiples of those that a step reads.",
             rich_help_panel=PANEL,
+            show_default=str(Window.times),
         ),
-    ] = Window.times,
+    ] = None,
+    window_plan: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A saved plan of how many pages of each layer and KV head stay near, in place of "
+            "--window.",
+            rich_help_panel=PANEL,
+            show_default=False,
+        ),
+    ] = None,
     evict: Annotated[
         str,
         typer.Option(
@@ -74,7 +86,13 @@ def tier_options(
             "--step-budget is of use with --select only: say what selects the pages, such as "
             "--select low-bit"
         )
-    return TierOptions(chosen, Window(times=window, evict=evict))  # type: ignore[arg-type]
+    if window is not None and window_plan is not None:
+        raise KvjaxError(
+            f"--window is {window:g} and --window-plan is {window_plan}: the plan says how many "
+            f"pages stay near; leave out one of them"
+        )
+    times = Window.times if window is None else window
+    return TierOptions(chosen, Window(times, evict, window_plan))  # type: ignore[arg-type]
 
 
 def with_tiers(
@@ -98,8 +116,8 @@ def with_tiers(
     if tiers.select is None:
         if tiers.window != Window():
             raise KvjaxError(
-                "--window and --evict are of use with --select only: say what selects the pages, "
-                "such as --select low-bit"
+                "--window, --window-plan and --evict are of use with --select only: say what "
+                "selects the pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()
@@ -133,10 +151,13 @@ def with_tiers(
 def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:
     """What selected pages moved, as rows of a table."""
     ratio = tiers.hit_ratio
+    near = f"{tiers.slots:,}"
+    if tiers.least_slots < tiers.slots:
+        near = f"{tiers.least_slots:,} to {near}"
     host = tiers.host_bytes + (tiers.store.host_bytes if tiers.store else 0)
     rows = [
         ("pages a KV head reads a step", f"{tiers.pages_chosen:,}"),
-        ("pages a KV head has near", f"{tiers.slots:,}"),
+        ("pages a KV head has near", near),
         ("page reads that were near", "-" if ratio is None else f"{ratio:.1%} of {tiers.reads:,}"),
         ("fetched", size_of(tiers.bytes_moved)),
         ("index", size_of(tiers.index_bytes)),

@@ -15,6 +15,7 @@ from kvjax.decode.results import (
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.score import score
 from kvjax.decode.stream import stream
+from kvjax.decode.window_profile import plan_windows, profile_windows
 
 __all__ = [
     "FinishReason",
@@ -28,6 +29,8 @@ __all__ = [
     "Stats",
     "StreamEvent",
     "generate",
+    "plan_windows",
+    "profile_windows",
     "score",
     "stream",
 ]

@@ -55,7 +55,13 @@ def test_the_table_says_what_moved(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--window", "2"), "--window and --evict are of use with --select only"),
+        (("--window", "2"), "--window, --window-plan and --evict are of use with --select only"),
+        (("--window-plan", "f"), "--window, --window-plan and --evict are of use with --select"),
+        (
+            ("--select", "mean", "--window", "3", "--window-plan", "f"),
+            "error: --window is 3 and --window-plan is f: the plan says how many pages stay near",
+        ),
+        (("--select", "mean", "--window-plan", "no/f"), "window plan no/f does not exist: give"),
         (("--step-budget", "5%"), "--step-budget is of use with --select only"),
         (("--select", "luck"), "error: --select is 'luck': must be one of low-bit,"),
         (("--select", "mean", "--window", "0.5"), "error: --window is 0.5"),
