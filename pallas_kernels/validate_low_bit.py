@@ -20,7 +20,7 @@ from kvjax.pallas_kernels.validate import (
 def check_low_bit(
     q: Float[Array, "B Hq D"],
     pages: Mapping[str, Array],
-    page_ids: Int32[Array, "B Hkv M"],
+    page_ids: Int32[Array, "B Hkv M"] | None,
     page_counts: Int32[Array, "B Hkv"],
     *,
     bits: int,
@@ -32,7 +32,7 @@ def check_low_bit(
     Args:
         q: [B, Hq, D], float32, bfloat16 or float16.
         pages: `codes` (at 3 bits also `top`), `step`, `middle` and `unit`.
-        page_ids: int32 [B, Hkv, M].
+        page_ids: int32 [B, Hkv, M], or None.
         page_counts: int32 [B, Hkv].
         bits: 2, 3 or 4.
         scale: factor of the scores; None means D ** -0.5.
@@ -47,10 +47,11 @@ def check_low_bit(
     if isinstance(bits, bool) or bits not in PLANES:
         raise ValueError(f"bits is {bits!r}; it must be 2, 3 or 4")
     check_float("q", q, "[B, Hq, D]")
-    check_int32("page_ids", page_ids, "[B, Hkv, M]")
+    if page_ids is not None:
+        check_int32("page_ids", page_ids, "[B, Hkv, M]")
     check_int32("page_counts", page_counts, "[B, Hkv]")
     for name, array in (("q", q), ("page_ids", page_ids)):
-        if 0 in array.shape:
+        if array is not None and 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; every axis needs at least one entry")
     page_size = _check_pages(pages, bits, q.shape[2])
     kv_heads = pages["step"].shape[0]
@@ -60,9 +61,10 @@ def check_low_bit(
             "a multiple of the KV heads"
         )
     wanted = (q.shape[0], kv_heads)
-    if page_ids.shape[:2] != wanted or page_counts.shape != wanted:
+    lists = None if page_ids is None else page_ids.shape
+    if (lists or wanted)[:2] != wanted or page_counts.shape != wanted:
         raise ValueError(
-            f"page_ids has shape {page_ids.shape} and page_counts {page_counts.shape}; q has "
+            f"page_ids has shape {lists} and page_counts {page_counts.shape}; q has "
             f"{wanted[0]} rows and pages {wanted[1]} KV heads, so they must be {wanted} and how "
             f"many pages a list has room for, and {wanted}: broadcast what heads share"
         )

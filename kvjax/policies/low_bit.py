@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError
+from kvjax.pallas_kernels import low_bit_scores
 from kvjax.pallas_kernels.packed_bits import PLANES, pack, tokens_sharing_a_byte, unpack
 from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
 from kvjax.policies.sketch import check_finite, check_queries
@@ -114,7 +117,6 @@ class LowBitKeys:
       bits: 2, 3 or 4.
       clip: share of each channel's range that the codes cover, above 0, at most 1; keys outside
         take the outermost code.
-      block_tokens: tokens unpacked and scored at once, at least 1.
 
     Raises:
       KvjaxError: one of them is none of these.
@@ -122,7 +124,6 @@ class LowBitKeys:
 
     bits: int = 3
     clip: float = 1.0
-    block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in PLANES:
@@ -132,7 +133,6 @@ class LowBitKeys:
                 f"clip is {self.clip!r}: must be above 0 and at most 1, the share of a channel's "
                 f"range that the codes cover"
             )
-        _check_block(self.block_tokens)
 
     def build(self, keys: Float[Array, "N Hkv P D"]) -> dict[str, Array]:
         """See `Sketch.build`.
@@ -176,9 +176,12 @@ class LowBitKeys:
         Args:
           arrays: what `build` made.
         """
-        step, middle = _decoded(arrays)
-        offsets = self._offsets(arrays, step, jnp.dtype(jnp.float32))
-        return (offsets + middle[:, :, None, :]).transpose(1, 0, 2, 3)
+        unit = arrays["unit"].astype(jnp.float32)
+        step = arrays["step"].astype(jnp.float32) * unit[..., :1]
+        middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
+        codes = unpack(arrays, self.bits).astype(jnp.float32)
+        keys: Array = (codes - (2**self.bits - 1) / 2) * step[:, :, None] + middle[:, :, None]
+        return keys.transpose(1, 0, 2, 3)
 
     def page_mass(
         self,
@@ -190,41 +193,23 @@ class LowBitKeys:
         *,
         soft_cap: float | None = None,
     ) -> Float32[Array, "Hq N"]:
-        """See `Sketch.page_mass`; softmax is over tokens.
-
-        The page's middle is scored once a page, in float32. Only the offsets from it are scored
-        token by token, in the queries' dtype: they are small, so bfloat16 costs them little.
-        """
+        """See `Sketch.page_mass`; softmax is over tokens, whose keys exist a few at a time."""
         kv_heads, num_pages, dim = arrays["step"].shape
-        page_size = arrays["codes"].shape[2] * 8 // PLANES[self.bits]["codes"]
         check_queries(queries, valid, kv_heads, dim)
         rows = group_rows(queries, valid, kv_heads)
-        block = _block_pages(self.block_tokens, page_size, num_pages)
-        # Out of the loop: inside, XLA:CPU would decode a page's step again for each of its tokens.
-        step, middle = _decoded(arrays)
-        sliced = {name: arrays[name] for name in PLANES[self.bits]} | {"step": step}
-
-        def score_block(start: Int32[Array, ""]) -> Float32[Array, "Hkv B P R"]:
-            here = {
-                name: lax.dynamic_slice_in_dim(array, start, block, axis=1)
-                for name, array in sliced.items()
-            }
-            offsets = self._offsets(here, here["step"], rows.dtype)
-            scores = dot(offsets.reshape(kv_heads, -1, dim), rows)
-            scores = scores.reshape(kv_heads, block, page_size, -1)
-            centre = lax.dynamic_slice_in_dim(middle, start, block, axis=1)
-            scores = scores + dot(centre, rows.astype(jnp.float32))[:, :, None, :]
-            return scaled(scores, scale, soft_cap)
-
-        return softmax_mass(
-            score_block,
-            num_pages=num_pages,
-            block_pages=block,
-            kv_heads=kv_heads,
-            valid=valid,
-            query_heads=queries.shape[1],
-            pages=pages,
+        packed = {name: arrays[name] for name in (*PLANES[self.bits], "step", "middle", "unit")}
+        counts = jnp.broadcast_to(jnp.clip(pages, 0, num_pages), (kv_heads,))
+        scores = _scores(
+            rows,
+            packed,
+            counts,
+            bits=self.bits,
+            scale=scale,
+            soft_cap=soft_cap,
+            # The kernels are made for the query heads of one token.
+            implementation=None if len(valid) == 1 else "xla",
         )
+        return _mass(scores.reshape(kv_heads, len(valid), -1, num_pages), valid)
 
     def bytes_per_page(self, kv_heads: int, head_dim: int, page_size: int) -> int:
         """See `Sketch.bytes_per_page`; raises as `build` does."""
@@ -239,21 +224,53 @@ class LowBitKeys:
                 f"{together}, which share a byte"
             )
 
-    def _offsets(
-        self, planes: Mapping[str, Array], step: Float32[Array, "Hkv B D"], dtype: jnp.dtype
-    ) -> Float[Array, "Hkv B P D"]:
-        """Each token's offset from the middle of its page, in `dtype`."""
-        codes = unpack(planes, self.bits).astype(jnp.float32)
-        offsets: Array = (codes - (2**self.bits - 1) / 2) * step[:, :, None, :]
-        return offsets.astype(dtype)
+
+def _scores(
+    rows: Float[Array, "Hkv R D"],
+    packed: Mapping[str, Array],
+    counts: Int32[Array, " Hkv"],
+    **options: Any,
+) -> Float32[Array, "Hkv R N"]:
+    """Log-sum-exp of the scores of each page's tokens; -inf for what is not among the first pages.
+
+    Args:
+      rows: [Hkv, R, D], queries of each KV head.
+      packed: the sketch's arrays.
+      counts: int32 [Hkv], live pages.
+      options: of `low_bit_scores`.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def score(rows: Array, packed: Mapping[str, Array], counts: Array) -> Array:
+        found = low_bit_scores(
+            rows.reshape(1, -1, rows.shape[2]), packed, None, counts[None], **options
+        )
+        return found.reshape(*rows.shape[:2], -1)
+
+    @score.def_vmap
+    def score_each(size: int, batched: Any, *args: Any) -> tuple[Array, bool]:
+        """The heads of several sequences are scored as those of one."""
+
+        def side_by_side(x: Array, is_batched: bool) -> Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        found = score(*jax.tree.map(side_by_side, args, tuple(batched)))
+        return found.reshape(size, -1, *found.shape[1:]), True
+
+    scores: Array = score(rows, packed, counts)
+    return scores
 
 
-def _decoded(arrays: Mapping[str, Array]) -> tuple[Float32[Array, "Hkv N D"], ...]:
-    """Each page's steps and middles."""
-    unit = arrays["unit"].astype(jnp.float32)
-    step = arrays["step"].astype(jnp.float32) * unit[..., :1]
-    middle = arrays["middle"].astype(jnp.float32) * unit[..., 1:]
-    return step, middle
+def _mass(scores: Float32[Array, "Hkv S G N"], valid: Bool[Array, " S"]) -> Float32[Array, "Hq N"]:
+    """Softmax over the pages that there are, summed over valid queries."""
+    exists = scores != -jnp.inf
+    weights = jnp.exp(scores - jnp.max(scores, axis=3, keepdims=True))
+    weights = jnp.where(exists, weights, 0)
+    share = weights / jnp.sum(weights, axis=3, keepdims=True)
+    counted = exists & valid[None, :, None, None]
+    mass = jnp.sum(jnp.where(counted, share, 0), axis=1)
+    return mass.reshape(-1, scores.shape[3])
 
 
 def _check_block(block_tokens: int) -> None:

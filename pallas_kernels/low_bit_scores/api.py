@@ -13,7 +13,7 @@ from kvjax.pallas_kernels.validate_low_bit import check_low_bit
 def low_bit_scores(
     q: Float[Array, "B Hq D"],
     pages: Mapping[str, Array],
-    page_ids: Int32[Array, "B Hkv M"],
+    page_ids: Int32[Array, "B Hkv M"] | None,
     page_counts: Int32[Array, "B Hkv"],
     *,
     bits: int,
@@ -39,7 +39,8 @@ def low_bit_scores(
             bfloat16 [Hkv, N, 2], powers of two for step and middle. P, from 8 to 128 tokens, is
             what the rows of `codes` hold.
         page_ids: int32 [B, Hkv, M], pages for each KV head to score; an entry exists if it is one
-            of the list's first page_counts[b, h] and names a page from 0 to N - 1.
+            of the list's first page_counts[b, h] and names a page from 0 to N - 1. None lists all
+            pages of the pool, in order; M is N then.
         page_counts: int32 [B, Hkv]; what is past M does not count.
         bits: 2, 3 or 4, of each code.
         scale: factor of the scores; None means D ** -0.5.
@@ -64,19 +65,20 @@ def low_bit_scores(
     )
     # By name and only now: importing Pallas takes longer than importing JAX.
     backend = import_module(f"kvjax.pallas_kernels.low_bit_scores.{chosen}")
-    num_pages, width = pages["step"].shape[1], page_ids.shape[2]
-    ids = jnp.asarray(page_ids)
-    counts = jnp.clip(jnp.asarray(page_counts), 0, width)
-    entry = jnp.arange(width, dtype=jnp.int32)[None, None]
+    kv_heads, num_pages, _ = pages["step"].shape
+    every = jnp.broadcast_to(jnp.arange(num_pages, dtype=jnp.int32), (len(q), kv_heads, num_pages))
+    ids = every if page_ids is None else jnp.asarray(page_ids)
+    counts = jnp.clip(jnp.asarray(page_counts), 0, ids.shape[2])
+    entry = jnp.arange(ids.shape[2], dtype=jnp.int32)[None, None]
     exists = (entry < counts[..., None]) & (ids >= 0) & (ids < num_pages)
+    in_order = page_ids is None and chosen == "xla"  # which then gathers nothing
     scores: Array = getattr(backend, f"low_bit_scores_{chosen}")(
         jnp.asarray(q),
         {name: jnp.asarray(each) for name, each in pages.items()},
-        jnp.clip(ids, 0, num_pages - 1),
+        None if in_order else jnp.clip(ids, 0, num_pages - 1),
         counts,
         bits=bits,
         scale=scale,
         soft_cap=soft_cap,
     )
-    group = q.shape[1] // page_ids.shape[1]
-    return jnp.where(jnp.repeat(exists, group, axis=1), scores, -jnp.inf)
+    return jnp.where(jnp.repeat(exists, q.shape[1] // kv_heads, axis=1), scores, -jnp.inf)

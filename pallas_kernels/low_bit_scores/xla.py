@@ -1,7 +1,11 @@
-"""Scores of low-bit pages in plain XLA: a loop over the blocks of the lists that hold pages.
+"""Scores of low-bit pages in plain XLA: a loop over the blocks of pages that exist.
 
-A block is a run of columns of one sequence's lists, all KV heads together. Only its pages are
-unpacked, so memory does not grow with the lists, and time follows the pages there are.
+Only a block's pages are unpacked, so memory does not grow with the lists, and time follows the
+pages there are. Without lists a block is a run of the pool's pages, which nobody gathers.
+
+What is unpacked is bfloat16, which holds an odd code times a float8 step exactly, and float32
+queries are three bfloat16 each, of which every product is exact in float32: on a CPU that is half
+the memory of float32 keys, and a faster product.
 """
 
 from collections.abc import Mapping
@@ -9,18 +13,21 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
-from kvjax.pallas_kernels.packed_bits import PLANES, unpack
+from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
 
 BLOCK_TOKENS = 1024
-"""Tokens of each KV head that are gathered, unpacked and scored together."""
+"""Tokens of each KV head that are unpacked and scored together, at most."""
+
+BLOCK_SCORES = 2**20
+"""Scores of a block, all KV heads together, where queries are many."""
 
 
 def low_bit_scores_xla(
     q: Float[Array, "B Hq D"],
     pages: Mapping[str, Array],
-    page_ids: Int32[Array, "B Hkv M"],
+    page_ids: Int32[Array, "B Hkv M"] | None,
     page_counts: Int32[Array, "B Hkv"],
     *,
     bits: int,
@@ -32,7 +39,7 @@ def low_bit_scores_xla(
     Args:
         q: [B, Hq, D].
         pages: see `low_bit_scores`.
-        page_ids: int32 [B, Hkv, M], all from 0 to N - 1.
+        page_ids: int32 [B, Hkv, M], all from 0 to N - 1; None is all pages in order.
         page_counts: int32 [B, Hkv], entries of each list that exist; the others' scores are
             anything.
         bits: 2, 3 or 4.
@@ -42,13 +49,66 @@ def low_bit_scores_xla(
     Returns:
         float32 [B, Hq, M].
     """
-    batch, query_heads, dim = q.shape
-    kv_heads, num_pages, _ = pages["step"].shape
-    width = page_ids.shape[2]
+    kv_heads, num_pages, dim = pages["step"].shape
     page_size = pages["codes"].shape[2] * 8 // PLANES[bits]["codes"]
-    together = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
-    columns = -(-width // together)
+    width = num_pages if page_ids is None else page_ids.shape[2]
+    grouped = q.reshape(q.shape[0], kv_heads, -1, dim)
+    pages = {name: _bits(each) for name, each in pages.items()}
+    rows = 3 * kv_heads * grouped.shape[2] * (q.shape[0] if page_ids is None else 1)
+    tokens = min(BLOCK_TOKENS, BLOCK_SCORES // rows)
+    together = max(1, min(tokens // page_size, width))  # pages a block
+    if page_ids is None:
+        return _all_pages(grouped, pages, page_counts, together, bits, scale, soft_cap)
+    return _listed_pages(grouped, pages, page_ids, page_counts, together, bits, scale, soft_cap)
 
+
+def _all_pages(
+    grouped: Float[Array, "B Hkv G D"],
+    pages: Mapping[str, Array],
+    page_counts: Int32[Array, "B Hkv"],
+    together: int,
+    bits: int,
+    scale: float,
+    soft_cap: float | None,
+) -> Float32[Array, "B Hq N"]:
+    batch, kv_heads, group, dim = grouped.shape
+    num_pages = pages["step"].shape[1]
+    # All rows read each page at once.
+    parts = _parts(grouped.swapaxes(0, 1).reshape(kv_heads, batch * group, dim))
+
+    def visit(i: Int32[Array, ""], scores: Array) -> Array:
+        start = jnp.minimum(i * together, num_pages - together)
+        here = {
+            name: lax.dynamic_slice_in_dim(each, start, together, 1) for name, each in pages.items()
+        }
+        found = _block(parts, here, bits, scale, soft_cap)
+        scores = lax.dynamic_update_slice_in_dim(scores, found, start, 2)
+        return scores
+
+    if together == num_pages:
+        scores = _block(parts, pages, bits, scale, soft_cap)
+    else:
+        blocks = (jnp.max(page_counts) + (together - 1)) // together
+        empty: Array = jnp.zeros((kv_heads, batch * group, num_pages), jnp.float32)
+        scores = lax.fori_loop(0, blocks, visit, empty)
+    scores = scores.reshape(kv_heads, batch, group, num_pages).swapaxes(0, 1)
+    return scores.reshape(batch, kv_heads * group, num_pages)
+
+
+def _listed_pages(
+    grouped: Float[Array, "B Hkv G D"],
+    pages: Mapping[str, Array],
+    page_ids: Int32[Array, "B Hkv M"],
+    page_counts: Int32[Array, "B Hkv"],
+    together: int,
+    bits: int,
+    scale: float,
+    soft_cap: float | None,
+) -> Float32[Array, "B Hq M"]:
+    """A block is a run of columns of one sequence's lists, all KV heads together."""
+    batch, kv_heads, group, _ = grouped.shape
+    num_pages, width = pages["step"].shape[1], page_ids.shape[2]
+    columns = -(-width // together)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     rows = jnp.pad(page_ids + head * num_pages, ((0, 0), (0, 0), (0, columns * together - width)))
     rows = rows.reshape(batch, kv_heads, columns, together).swapaxes(1, 2)
@@ -56,40 +116,76 @@ def low_bit_scores_xla(
     start = jnp.arange(columns, dtype=jnp.int32)[None] * together
     used = (start < page_counts.max(axis=1)[:, None]).reshape(-1)
     order = jnp.argsort(~used, stable=True).astype(jnp.int32)
-    grouped = q.astype(jnp.float32).reshape(batch, kv_heads, -1, dim)
-    flat = {name: each.reshape(kv_heads * num_pages, -1) for name, each in pages.items()}
+    flat = {name: x.reshape(kv_heads * num_pages, *x.shape[2:]) for name, x in pages.items()}
 
     def visit(i: Int32[Array, ""], scores: Array) -> Array:
         block = order[i]
-        queries = grouped[block // columns]
         here = {name: each.at[rows[block]].get(mode="clip") for name, each in flat.items()}
-        planes = {name: here[name].reshape(kv_heads, together, -1, dim) for name in PLANES[bits]}
-        unit = here["unit"].astype(jnp.float32)
-        step = here["step"].astype(jnp.float32) * unit[..., :1]
-        middle = here["middle"].astype(jnp.float32) * unit[..., 1:]
-        # Or XLA:CPU decodes a page's step again for each of its tokens.
-        step, middle = lax.optimization_barrier((step, middle))
-        codes = unpack(planes, bits).astype(jnp.float32) - (2**bits - 1) / 2
-        offsets = (codes * step[:, :, None]).reshape(kv_heads, -1, dim)
-        found = _dot(offsets, queries).reshape(kv_heads, together, page_size, -1)
-        found = (found + _dot(middle, queries)[:, :, None]) * scale
-        if soft_cap is not None:
-            found = soft_cap * jnp.tanh(found / soft_cap)
-        found = jax.nn.logsumexp(found, axis=2).swapaxes(1, 2)
+        found = _block(_parts(grouped[block // columns]), here, bits, scale, soft_cap)
         scores = lax.dynamic_update_index_in_dim(scores, found, block, 0)
         return scores
 
-    scores: Array = jnp.zeros(
-        (batch * columns, kv_heads, query_heads // kv_heads, together), jnp.float32
-    )
+    scores: Array = jnp.zeros((batch * columns, kv_heads, group, together), jnp.float32)
     scores = lax.fori_loop(0, used.sum(dtype=jnp.int32), visit, scores)
-    scores = scores.reshape(batch, columns, query_heads, together).swapaxes(1, 2)
-    scores = scores.reshape(batch, query_heads, columns * together)[:, :, :width]
+    scores = scores.reshape(batch, columns, kv_heads * group, together).swapaxes(1, 2)
+    return scores.reshape(batch, kv_heads * group, columns * together)[:, :, :width]
+
+
+def _block(
+    parts: BFloat16[Array, "Hkv R3 D"],
+    pages: Mapping[str, Array],
+    bits: int,
+    scale: float,
+    soft_cap: float | None,
+) -> Float32[Array, "Hkv R n"]:
+    """Scores of n pages, each KV head's own, by the queries that `parts` are of."""
+    kv_heads, count, dim = pages["step"].shape
+    unit = lax.bitcast_convert_type(pages["unit"], jnp.bfloat16).astype(jnp.float32)
+    step = float8_values(pages["step"].astype(jnp.int32)) * unit[..., :1]
+    middle = float8_values(pages["middle"].astype(jnp.int32)) * unit[..., 1:]
+    # Or XLA:CPU decodes a page's step again for each of its tokens.
+    step = lax.optimization_barrier(step)
+    codes = unpack(pages, bits).astype(jnp.float32) - (2**bits - 1) / 2
+    offsets = _exact(codes * step[:, :, None]).reshape(kv_heads, -1, dim)
+    found = _dot(offsets, parts).reshape(kv_heads, count, -1, parts.shape[1])
+    found = _whole(found) + _whole(_dot(_exact(middle), parts))[:, :, None]
+    # Pages last: sums over their tokens then run over a major axis.
+    found = found.transpose(0, 3, 2, 1) * scale
+    if soft_cap is not None:
+        found = soft_cap * jnp.tanh(found / soft_cap)
+    found = lax.optimization_barrier(found)
+    scores: Array = jax.nn.logsumexp(found, axis=2)
     return scores
 
 
+def _bits(array: Array) -> Array:
+    """An array as unsigned integers: XLA:CPU takes a part of small floats by converting all."""
+    bits: Array = lax.bitcast_convert_type(array, jnp.dtype(f"uint{array.dtype.itemsize * 8}"))
+    return bits
+
+
+def _exact(values: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
+    """The upper half of each number; all of it where 8 significant bits hold it."""
+    upper = lax.bitcast_convert_type(values, jnp.uint32) >> 16
+    return lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+
+
+def _parts(queries: Float[Array, "Hkv R D"]) -> BFloat16[Array, "Hkv R3 D"]:
+    """Three numbers that add up to each query's, 8 significant bits a part."""
+    rest, parts = queries.astype(jnp.float32), []
+    for _ in range(3):
+        parts.append(_exact(rest))
+        rest = rest - parts[-1].astype(jnp.float32)
+    return jnp.concatenate(parts, axis=1)
+
+
+def _whole(products: Float32[Array, "*shape R3"]) -> Float32[Array, "*shape R"]:
+    """What a query's three parts make together."""
+    high, mid, low = jnp.split(products, 3, axis=-1)
+    return (low + mid) + high
+
+
 def _dot(
-    keys: Float32[Array, "Hkv T D"], queries: Float32[Array, "Hkv G D"]
-) -> Float32[Array, "Hkv T G"]:
-    """Products with keys first, so that sums over a page's tokens run over a major axis."""
-    return jnp.einsum("htd,hgd->htg", keys, queries, precision=lax.Precision.HIGHEST)
+    keys: BFloat16[Array, "Hkv T D"], parts: BFloat16[Array, "Hkv R3 D"]
+) -> Float32[Array, "Hkv T R3"]:
+    return jnp.einsum("htd,hrd->htr", keys, parts, preferred_element_type=jnp.float32)

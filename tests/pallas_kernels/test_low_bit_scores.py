@@ -164,6 +164,24 @@ def test_keys_of_a_sketch_score_as_the_keys_it_stands_for(implementation, bits):
     np.testing.assert_allclose(scores, expected(arrays, restored, 0.1, None), 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])  # kernels always get lists
+def test_without_lists_all_pages_are_scored_in_order(implementation, monkeypatch):
+    """Up to each count, in blocks of which the last overlaps; what lies past it may be NaN."""
+    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 48)
+    arrays, _ = build(CASES[0])
+    counts = jnp.asarray([[7, 7], [0, 1], [3, 3], [8, 0], [2, 6]], jnp.int32)
+    ids = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (5, 2, 8))
+    pages = {name: each[:, :8] for name, each in arrays["pages"].items()}
+    for name in ("step", "middle", "unit"):
+        whole = jnp.nan_to_num(pages[name].astype(jnp.float32), nan=1.0, posinf=1.0)
+        pages[name] = whole.astype(pages[name].dtype).at[1, 7].set(jnp.nan)
+    listed = arrays | {"pages": pages, "page_counts": counts, "page_ids": ids}
+    wanted = run("reference", listed, bits=3)
+    scores = run(implementation, listed | {"page_ids": None}, bits=3)
+    assert np.isfinite(scores).sum() == 3 * counts.sum()
+    np.testing.assert_allclose(scores, wanted, 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("name", ["step", "middle", "unit"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_damage_is_seen_in_its_own_page_and_no_other(implementation, name):
@@ -306,6 +324,10 @@ POOL = build(CASES[0])[0]["pages"]
             r"pages\['middle'\] is bfloat16 .* it must be float8_e4m3fn",
         ),
         ({"page_ids": jnp.zeros((5, 2, 0), jnp.int32)}, "at least one entry"),
+        (
+            {"page_ids": None, "page_counts": jnp.zeros((5, 1), jnp.int32)},
+            r"page_ids has shape None and page_counts \(5, 1\)",
+        ),
         ({"page_ids": jnp.zeros((5, 1, 7), jnp.int32)}, "broadcast what heads share"),
         ({"page_counts": jnp.zeros((5, 2), jnp.uint32)}, "page_counts is uint32; it must be int32"),
         ({"scale": -1}, "scale is -1"),
