@@ -24,8 +24,8 @@ class _Row:
 class SequencePages:
     """Every full page of a few sequences, written once and read by (row, KV head, page).
 
-    Callbacks must not raise: what fails is kept in `failure`, and from then on all reads are NaN,
-    which ends a decode loop.
+    Callbacks must not raise: what fails is kept in `failures`, and from then on the reads of that
+    sequence are NaN, which ends it in a decode loop. The others go on.
 
     Args:
       rows: B, sequences.
@@ -36,8 +36,7 @@ class SequencePages:
       dtype: of keys and values.
 
     Attributes:
-      failure: the first error; None while all is well.
-      failed_row: the row whose stored pages could not be read, if that is what failed.
+      failures: by row, the first error of a sequence whose pages could not be written or read.
       bytes_moved: keys and values that were handed out.
     """
 
@@ -57,8 +56,7 @@ class SequencePages:
         self._page_bytes = 2 * page_shape[0] * page_shape[1] * dtype.itemsize
         self._numbers = itertools.count(1)
         self._tickets: dict[int, dict[int, int]] = {}
-        self.failure: BaseException | None = None
-        self.failed_row: int | None = None
+        self.failures: dict[int, BaseException] = {}
         self.bytes_moved = 0
 
     @property
@@ -79,16 +77,20 @@ class SequencePages:
             for kind, pages in enumerate((keys, values)):
                 self._rows[row].layers[layer][kind, :, : len(pages)] = pages.swapaxes(0, 1)
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-            self.failure = self.failure or error
+            self.failures.setdefault(row, error)
 
-    def prompt(self, row: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of a sequence's first pages in all layers, [L, count, Hkv, P, D] each.
+    def in_memory(self, row: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of those of a sequence's first pages that are not read from a store.
 
         Args:
-          row: 0 to B - 1, none of whose pages is stored.
-          count: pages.
+          row: 0 to B - 1.
+          count: how many first pages, the stored ones included.
+
+        Returns:
+          [L, n, Hkv, P, D] each, of all layers.
         """
-        both = np.stack([layer[:, :, :count] for layer in self._rows[row].layers], axis=1)
+        held = self._rows[row]
+        both = np.stack([layer[:, :, : count - held.first] for layer in held.layers], axis=1)
         keys, values = both.swapaxes(2, 3)
         return keys, values
 
@@ -113,13 +115,13 @@ class SequencePages:
           keys: [B, Hkv, P, D].
           values: as keys.
         """
-        try:
-            for row in np.flatnonzero((page >= 0) & (page < self._pages)):
-                held = self._rows[row]
+        for row in np.flatnonzero((page >= 0) & (page < self._pages)).tolist():
+            held = self._rows[row]
+            try:
                 for kind, pages in enumerate((keys, values)):
                     held.layers[layer][kind, :, page[row] - held.first] = pages[row]
-        except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-            self.failure = self.failure or error
+            except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
+                self.failures.setdefault(row, error)
 
     def issue(self, layer: int, ids: Ids, worth: Weights) -> int:
         """Start reading the pages that are stored; those in memory are there.
@@ -134,18 +136,19 @@ class SequencePages:
         """
         number = next(self._numbers)
         tickets: dict[int, int] = {}
-        row = 0
-        if self.failure is None:
+        for row, held in enumerate(self._rows):
+            if held.reader is None or row in self.failures:
+                continue
+            head, column = np.nonzero((ids[row] >= 0) & (ids[row] < held.first))
+            if not len(head):
+                continue
             try:
-                for row, held in enumerate(self._rows):
-                    head, column = np.nonzero((ids[row] >= 0) & (ids[row] < held.first))
-                    if held.reader is not None and len(head):
-                        units = _units(layer, head, ids[row, head, column])
-                        mass = np.nan_to_num(worth[row, head, column])
-                        held.reader.touch(units, mass, np.ones_like(mass))
-                        tickets[row] = held.reader.issue(units, demand=True)
+                units = _units(layer, head, ids[row, head, column])
+                mass = np.nan_to_num(worth[row, head, column])
+                held.reader.touch(units, mass, np.ones_like(mass))
+                tickets[row] = held.reader.issue(units, demand=True)
             except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-                self._failed(row, error)
+                self.failures[row] = error
         if tickets:  # where nothing is missing, nobody collects
             self._tickets[number] = tickets
         return number
@@ -159,39 +162,42 @@ class SequencePages:
           ids: int32 [B, Hkv, k], the first k of what `issue` was given; the rest was no page.
 
         Returns:
-          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN everywhere
-          once something has failed.
+          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN in all of a
+          row once something of it has failed. A read that fails or is late is made once more first.
         """
         rows, heads, count = ids.shape
         out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
-        if self.failure is not None:
-            out[:] = np.nan
-            return out
-        row = 0
-        try:
-            for row, held in enumerate(self._rows):
-                own = ids[row]
-                head, column = np.nonzero((own >= held.first) & (own < self._pages))
-                at = own[head, column] - held.first
-                for kind in range(2):
-                    out[kind, row, column, head] = held.layers[layer][kind, head, at]
-                moved = len(head)
-                if held.reader is not None and row in tickets:
-                    head, column = np.nonzero((own >= 0) & (own < held.first))
-                    got = held.reader.collect(tickets[row])  # [n, 1, 1, 2, P, D]
-                    for kind in range(2):
-                        out[kind, row, column, head] = got[:, 0, 0, kind]
-                    moved += len(head)
-                self.bytes_moved += moved * self._page_bytes
-        except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
-            self._failed(row, error)
-            out[:] = np.nan
+        for row in range(rows):
+            if row not in self.failures:
+                try:
+                    moved = self._fill(out[:, row], layer, row, ids[row], tickets.get(row))
+                    self.bytes_moved += moved * self._page_bytes
+                except Exception as error:  # noqa: BLE001  a callback must not raise
+                    self.failures[row] = error
+            if row in self.failures:
+                out[:, row] = np.nan
         return out
 
-    def _failed(self, row: int, error: BaseException) -> None:
-        self.failure = error
-        self.failed_row = row if self._rows[row].reader is not None else None
+    def _fill(self, out: NDArray[Any], layer: int, row: int, ids: Ids, ticket: int | None) -> int:
+        """Put a sequence's pages, ids [Hkv, k], into out [2, k, Hkv, P, D]; returns how many."""
+        held = self._rows[row]
+        head, column = np.nonzero((ids >= held.first) & (ids < self._pages))
+        at = ids[head, column] - held.first
+        for kind in range(2):
+            out[kind, column, head] = held.layers[layer][kind, head, at]
+        moved = len(head)
+        if held.reader is not None and ticket is not None:
+            head, column = np.nonzero((ids >= 0) & (ids < held.first))
+            try:
+                got = held.reader.collect(ticket)  # [n, 1, 1, 2, P, D]
+            except Exception:  # noqa: BLE001  if it was not to be, the second read says so
+                units = _units(layer, head, ids[head, column])
+                got = held.reader.collect(held.reader.issue(units, demand=True))
+            for kind in range(2):
+                out[kind, column, head] = got[:, 0, 0, kind]
+            moved += len(head)
+        return moved
 
 
 def _units(layer: int, head: NDArray[Any], page: Ids) -> Ids:

@@ -102,6 +102,8 @@ def generate(
             "--prefix and --select: a stored document's pages are chosen once, before the first "
             "token; leave out one of them"
         )
+    if selected.select is None and prefix is None and store is None:
+        stored.check_unused(config)
     cache = tiers.with_tiers(cache, selected, config, store=store)
     content = prompt.gather(text, file, stdin)
     with bars() as progress:

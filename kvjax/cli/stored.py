@@ -1,5 +1,6 @@
 """Options of commands that use a store of prefixes."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated
@@ -166,6 +167,24 @@ def prefix_options(
         placement=placement,  # type: ignore[arg-type]
         timeout_s=read_timeout,
     )
+
+
+def check_unused(config: PrefixConfig) -> None:
+    """Refuse options of stored prefixes where neither these nor selected pages are in use.
+
+    Args:
+      config: what the options said.
+
+    Raises:
+      KvjaxError: one of them is not what it is by default.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            raise KvjaxError(
+                f"{field.name} is {value!r}, which is of stored prefixes and selected pages: give "
+                f"--prefix, --store or --select too, or leave it out"
+            )
 
 
 def open_prefixes(

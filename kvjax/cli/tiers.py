@@ -166,7 +166,15 @@ def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:
     if tiers.store is not None:
         rows += [
             ("read from the store", size_of(tiers.store.bytes_read)),
+            (
+                "requests to the store",
+                f"{tiers.store.requests:,} for {tiers.store.units_read:,} pages",
+            ),
             ("of fetches, in host memory", f"{tiers.store.host_hits:,} of {tiers.store.units:,}"),
             ("waited for reads", f"{tiers.store.wait_seconds:.3f} s"),
         ]
+        if tiers.store.pages_kept:
+            rows.append(("pages added to the store", f"{tiers.store.pages_kept:,}"))
+        if tiers.store.not_kept is not None:
+            rows.append(("pages not added to the store", tiers.store.not_kept))
     return rows

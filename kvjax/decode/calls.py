@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvjax.config import CacheConfig
 from kvjax.decode.results import FinishReason
 from kvjax.decode.shapes import Shapes
-from kvjax.decode.step import FULL, STOPPED
+from kvjax.decode.step import BROKEN, FULL, STOPPED
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
@@ -15,7 +15,7 @@ from kvjax.spec import KVSpec
 Progress = Callable[[str, float], None]
 """progress(phase, share): phases are "compile", "prefill" and "decode"; share is 0 to 1."""
 
-REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length"}
+REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", BROKEN: "error"}
 """The word for a row's `finished` code, once it does not run."""
 
 

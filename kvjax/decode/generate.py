@@ -1,6 +1,6 @@
 """`generate`: prefill and the decode loop as one jitted program."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite, text_o
 from kvjax.decode.generate_loop import draw_rows
 from kvjax.decode.meter import Meter
 from kvjax.decode.prefixes import PrefixCache
-from kvjax.decode.results import Generation
+from kvjax.decode.results import Generation, RowsFailedError, Stats
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.shapes import Shapes, check_chunk, plan
 from kvjax.decode.step import (
@@ -30,7 +30,8 @@ from kvjax.decode.step import (
 )
 from kvjax.decode.stream import stream
 from kvjax.decode.tiered import TieredCall, loop
-from kvjax.errors import check_integer
+from kvjax.decode.tiered_state import TieredShapes
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 
 
@@ -85,7 +86,9 @@ def generate(
 
     Raises:
       KvjaxError: an argument is not usable, or the prompts do not fit the model's context; raised
-        before anything is traced. After the run: a row's logits are not finite.
+        before anything is traced.
+      RowsFailedError: after the run: the logits of a prompt are not finite, or its pages could not
+        be read; the other prompts' answers are in its `generation`.
       PoolExhaustedError: the pool is too small; it carries the pages needed and free.
       ValueError: `cache.place.store` is no store.
       StoreError: it cannot be written.
@@ -136,20 +139,15 @@ def generate(
     result: _Result = jax.device_get(program(*arguments))
     report("decode", 1.0)
     result.reservation.check(jax.eval_shape(lambda: inputs.empty_cache(shapes)))
-    for row in np.flatnonzero(~result.finite):
-        raise not_finite(f"prompt {row}", model, shapes)
     rows = [result.tokens[i, : result.counts[i]].tolist() for i in range(len(ids))]
-    return Generation(
-        tokens=rows,
-        texts=[text_of(model, row, stops) for row in rows],
-        finish_reasons=[REASONS[int(code)] for code in result.finished[: len(ids)]],
-        stats=meter.stats(
-            shapes,
-            prompt_tokens=sum(map(len, ids)),
-            new_tokens=sum(map(len, rows)),
-            pages_used=int(result.pages_used),
-        ),
+    stats = meter.stats(
+        shapes,
+        prompt_tokens=sum(map(len, ids)),
+        new_tokens=sum(map(len, rows)),
+        pages_used=int(result.pages_used),
     )
+    failures = _not_finite(model, shapes, np.asarray(result.finite))
+    return _answers(model, rows, stops, np.asarray(result.finished), stats, failures)
 
 
 def _over_tiers(
@@ -169,22 +167,54 @@ def _over_tiers(
         tokens, counts, finished, finite = jax.device_get(
             (tokens, counts, state.finished, state.finite)
         )
+        rows = [tokens[i, : counts[i]].tolist() for i in range(len(ids))]
+        failures = {**_not_finite(model, call.shapes, finite), **call.failures()}
+        for row, drawn in enumerate(rows):
+            if row not in failures:
+                call.keep_generated(row, drawn)
         tiers = call.stats(state)
-    for row in np.flatnonzero(~finite):
-        raise not_finite(f"prompt {row}", model, call.shapes)
-    rows = [tokens[i, : counts[i]].tolist() for i in range(len(ids))]
-    return Generation(
+    stats = meter.stats(
+        call.shapes,
+        prompt_tokens=sum(map(len, ids)),
+        new_tokens=sum(map(len, rows)),
+        pages_used=call.shapes.row_pages * len(ids),
+        tiers=tiers,
+    )
+    return _answers(model, rows, stops, finished, stats, failures)
+
+
+def _not_finite(
+    model: Model, shapes: Shapes | TieredShapes, finite: Bool[np.ndarray, " B"]
+) -> dict[int, KvjaxError]:
+    """What is wrong with rows whose logits are not finite."""
+    rows = np.flatnonzero(~finite).tolist()
+    return {row: not_finite(f"prompt {row}", model, shapes) for row in rows}
+
+
+def _answers(
+    model: Model,
+    rows: list[list[int]],
+    stops: list[int],
+    finished: Int32[np.ndarray, " B"],
+    stats: Stats,
+    failures: Mapping[int, KvjaxError],
+) -> Generation:
+    """What rows drew.
+
+    Raises:
+      RowsFailedError: some failed.
+    """
+    reasons = [REASONS[int(code)] for code in finished[: len(rows)]]
+    generation = Generation(
         tokens=rows,
         texts=[text_of(model, row, stops) for row in rows],
-        finish_reasons=[REASONS[int(code)] for code in finished[: len(ids)]],
-        stats=meter.stats(
-            call.shapes,
-            prompt_tokens=sum(map(len, ids)),
-            new_tokens=sum(map(len, rows)),
-            pages_used=call.shapes.row_pages * len(ids),
-            tiers=tiers,
-        ),
+        finish_reasons=["error" if i in failures else reason for i, reason in enumerate(reasons)],
+        stats=stats,
     )
+    if failures:
+        first = failures[min(failures)]
+        raise RowsFailedError(failures, generation) from first.__cause__
+    return generation
 
 
 def _streamed(model: Model, ids: list[int], **options: Any) -> Generation:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kvjax.decode.step import DecodeState
+from kvjax.decode.step import BROKEN, DecodeState
 
 
 class Drawn(NamedTuple):
@@ -25,7 +25,7 @@ def draw_rows(
     limits: Int32[Array, " B"],
     room: int,
 ) -> Drawn:
-    """Step until every row has ended or something went wrong.
+    """Step until every row has ended; what is drawn from logits that are not finite is no token.
 
     Args:
       state: each row's first token drawn.
@@ -46,7 +46,10 @@ def draw_rows(
         column = jnp.where(active, state.step - 1, room)
         row = jnp.arange(batch, dtype=jnp.int32)
         out = out.at[row, column].set(state.tokens, mode="drop")
-        return Drawn(state, out, counts + active.astype(jnp.int32))
+        return Drawn(state, out, counts + drew(state, active))
 
-    first = Drawn(state, out, (limits > 0).astype(jnp.int32))
+    def drew(state: DecodeState, active: Array) -> Array:
+        return (active & (state.finished != BROKEN)).astype(jnp.int32)
+
+    first = Drawn(state, out, drew(state, limits > 0))
     return jax.lax.while_loop(goes_on, next_token, first)

@@ -140,6 +140,30 @@ def built_sketches(config: PrefixConfig, keys: np.ndarray) -> dict[str, np.ndarr
     return {f"{name}.{part}": np.stack([a[part] for a in layers]) for part in layers[0]}
 
 
+def joined_sketches(
+    segment: Segment, pages: int, after: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Sketches of the first pages of a segment, as it keeps them, and of pages that follow.
+
+    Args:
+      segment: open.
+      pages: how many of its pages come first.
+      after: as `built_sketches` gives them, of the pages that follow.
+
+    Returns:
+      Nothing if the segment keeps no such sketches.
+
+    Raises:
+      SegmentError: one of them is damaged.
+    """
+    if not after.keys() <= segment.sketch_names:
+        return {}
+    return {
+        name: np.concatenate([segment.sketch(name)[:, :, :pages], array], axis=2)
+        for name, array in after.items()
+    }
+
+
 def _padded(array: np.ndarray, pages: int) -> jax.Array:
     """A layer's sketch [Hkv, N, ...] with room for more pages."""
     widths = [(0, 0), (0, pages - array.shape[1])] + [(0, 0)] * (array.ndim - 2)

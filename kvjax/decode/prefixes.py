@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvjax.decode.open_prefixes import (
     OpenPrefix,
     OpenPrefixes,
     built_sketches,
+    joined_sketches,
 )
 from kvjax.decode.prefilled_pages import PrefilledPages, check_layers, prefilled_pages
 from kvjax.decode.prefix_call import PrefixCall
@@ -178,7 +180,14 @@ class PrefixCache:
         return match.segment.info
 
     def put(
-        self, model: Model, ids: list[int], pages: PrefilledPages, *, label: str = ""
+        self,
+        model: Model,
+        ids: list[int],
+        pages: PrefilledPages,
+        *,
+        label: str = "",
+        arrays: Mapping[str, np.ndarray] | None = None,
+        after: Match | None = None,
     ) -> SegmentInfo:
         """Store pages that are prefilled already.
 
@@ -187,15 +196,19 @@ class PrefixCache:
           ids: the prompt; its tokens after the last full page are kept too.
           pages: as `prefilled_pages` gives them.
           label: for people; the model's name if it is empty.
+          arrays: small arrays that are kept too, by name.
+          after: an open stored prefix whose first pages are the prompt's: they are not written
+            again, and `pages` are those that follow.
 
         Raises:
           StoreError: the store cannot be written; nothing was published.
         """
         layers, _, heads, size, _ = pages.keys.shape
-        arrays = {
-            PREFILL_S: np.asarray(pages.seconds, np.float32),
-            **built_sketches(self.config, pages.keys),
-        }
+        sketches = built_sketches(self.config, pages.keys)
+        if after is not None:
+            sketches = joined_sketches(after.segment, after.pages, sketches)
+        seconds = np.asarray(pages.seconds, np.float32)
+        kept = {PREFILL_S: seconds, **sketches, **(arrays or {})}
         name = identity(model, str(pages.keys.dtype), self._tenant)
         layout = self.config.layout(size, layers, heads)
         with self._lock:
@@ -207,8 +220,9 @@ class PrefixCache:
                         pages.keys,
                         pages.values,
                         layout=layout,
-                        sketches=arrays,
+                        sketches=kept,
                         label=label or model.name,
+                        after=after,
                     )
                 except StoreFullError:
                     if not self._open.close_one():  # what is open is not evicted

@@ -1,9 +1,13 @@
 """What entry points return."""
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+from kvjax.errors import KvjaxError
+
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +50,15 @@ class TierReads:
     """What a tiered call read from a page store. A unit is one KV head's page of one layer."""
 
     bytes_read: int  # keys and values that came from the store
+    index_bytes: int  # shard indexes and checksums that were read with them
+    units_read: int  # units that came from the store
+    requests: int  # pieces of files that were read for these: neighbours come together
     host_hits: int  # units that were in host memory
     units: int  # units that were needed
     wait_seconds: float  # the program waited for reads
     host_bytes: int  # of host memory that keeps units
+    pages_kept: int = 0  # pages of all layers that were stored after the last token
+    not_kept: str | None = None  # why pages of generated tokens were not stored, if they were to be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +126,35 @@ class Generation:
 
     tokens: list[list[int]]  # drawn ids; a final stop token is included
     texts: list[str]  # without that stop token; empty strings if the model has no tokenizer
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[FinishReason]  # "error" only in the `generation` of a `RowsFailedError`
     stats: Stats
+
+
+class RowsFailedError(KvjaxError):
+    """Some prompts of a call could not be answered to the end; the others are unharmed.
+
+    Attributes:
+      failures: by the prompt's place in the batch, what went wrong.
+      generation: of all prompts. What failed has the tokens that were drawn before, and "error" as
+        its reason; the others are as they would be without it.
+    """
+
+    def __init__(self, failures: Mapping[int, KvjaxError], generation: Generation) -> None:
+        first, *more = (failures[row] for row in sorted(failures))
+        others = len(generation.tokens) - len(failures)
+        also = f" (prompts {_numbers(failures)} failed)" if more else ""
+        kept = f"; the other {others} answers are in this error's generation" if others else ""
+        super().__init__(f"{first}{also}{kept}")
+        self.failures = dict(failures)
+        self.generation = generation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It is not made of its message."""
+        return functools.partial(type(self), self.failures, self.generation), ()
+
+
+def _numbers(rows: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(rows)))
 
 
 @dataclasses.dataclass(frozen=True)

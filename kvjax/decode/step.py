@@ -17,8 +17,8 @@ from kvjax.decode.sampling import Sampler
 from kvjax.models import Decoder
 from kvjax.pallas_kernels.support import Implementation
 
-RUNNING, STOPPED, FULL = 0, 1, 2
-"""Why a row draws on, or does not: a stop token, or as many tokens as it may."""
+RUNNING, STOPPED, FULL, BROKEN = 0, 1, 2, 3
+"""Why a row draws on, or does not: a stop token, as many tokens as it may, or no finite logits."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,10 +49,10 @@ class DecodeState:
     cache: Any  # a `PagedKVCache`, or a `TieredCache`
     hidden: Float[Array, "B d"]  # the newest token's hidden state, a row
     tokens: Int32[Array, " B"]  # the newest token drawn, a row; it is not in the cache yet
-    finished: Int32[Array, " B"]  # RUNNING, STOPPED or FULL
+    finished: Int32[Array, " B"]  # RUNNING, STOPPED, FULL or BROKEN
     step: Int32[Array, ""]  # tokens drawn so far, a running row
     reservation: Reservation  # the last one; once it failed, nothing goes on
-    finite: Bool[Array, " B"]  # whether a row's logits were all finite; if not, nothing goes on
+    finite: Bool[Array, " B"]  # whether a row's logits were all finite; if not, that row ends
 
     @property
     def active(self) -> Bool[Array, " B"]:
@@ -61,8 +61,8 @@ class DecodeState:
 
     @property
     def sound(self) -> Bool[Array, ""]:
-        """Nothing went wrong so far."""
-        return self.reservation.ok & jnp.all(self.finite)
+        """Nothing went wrong so far that concerns all rows."""
+        return self.reservation.ok
 
 
 def start(cache: Any, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeState:
@@ -139,6 +139,7 @@ def draw(decoder: Decoder, state: DecodeState, rules: Rules) -> DecodeState:
     step = state.step + 1
     stop = jnp.any(tokens[:, None] == rules.stop_tokens[None, :], axis=1)
     ended = jnp.where(stop, STOPPED, jnp.where(step >= rules.limits, FULL, RUNNING))
+    ended = jnp.where(finite, ended, BROKEN)
     finished = jnp.where(state.active, ended, state.finished).astype(jnp.int32)
     return dataclasses.replace(
         state, tokens=tokens, finished=finished, step=step, finite=state.finite & finite

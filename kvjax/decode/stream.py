@@ -168,7 +168,9 @@ def _events_over_tiers(
             return state
 
         state = opening(model.params, state, rules)
-        last = yield from _tokens(model, state, step, stops, call.shapes, meter)
+        drawn: list[int] = []
+        last = yield from _noted(_tokens(model, state, step, stops, call.shapes, meter), drawn)
+        call.keep_generated(0, [*drawn, last.token])
         tiers = call.stats(last.state)
     stats = meter.stats(
         call.shapes,
@@ -224,6 +226,20 @@ def _tokens(
             return _Last(token, text, code, drawn, ttft, state)
         yield StreamEvent(token, text, None, None)
         state = step(state)
+
+
+def _noted(
+    events: Generator[StreamEvent, None, _Last], drawn: list[int]
+) -> Generator[StreamEvent, None, _Last]:
+    """The same events; their tokens are added to a list."""
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            last: _Last = end.value
+            return last
+        drawn.append(event.token)
+        yield event
 
 
 def _draw(static: tuple[Any, Any], params: Any, state: DecodeState, rules: Rules) -> DecodeState:

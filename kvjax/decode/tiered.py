@@ -25,6 +25,7 @@ from kvjax.decode.tiered_step import tiered_step
 from kvjax.decode.tiered_store import PromptStore
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
+from kvjax.storage.errors import ReadFailedError
 from kvjax.storage.handles import opened
 from kvjax.storage.sequence_pages import SequencePages
 
@@ -114,21 +115,36 @@ class TieredCall:
         """Raise what went wrong while pages were written or read.
 
         Raises:
-          KvjaxError: something did; what was drawn since is of no use.
+          KvjaxError: something did; what that row drew since is of no use.
         """
-        pages = self._pages
-        failure = None if pages is None else pages.failure
-        if pages is not None and failure is not None:
-            hint = ""
-            if self._store is not None and pages.failed_row is not None:
-                self._store.failed(pages.failed_row, failure)
-                hint = (
-                    "; call again, which writes damaged pages anew, allow a longer "
-                    "Place.timeout_s, or leave out the store"
-                )
-            raise KvjaxError(
-                f"pages of a sequence could not be written or read again: {failure}{hint}"
-            ) from failure
+        for failure in self.failures().values():
+            raise failure from failure.__cause__
+
+    def failures(self) -> dict[int, KvjaxError]:
+        """By row, what went wrong while its pages were written or read.
+
+        The store is told, so that what is damaged is written anew by the next call.
+        """
+        found = {}
+        for row, error in sorted(self._pages.failures.items()) if self._pages else ():
+            said = f"prompt {row}: its pages could not be written or read again: {error}"
+            if self._store is not None and isinstance(error, ReadFailedError):
+                said = f"prompt {row}: {self._store.failed(row, error)}"
+            found[row] = KvjaxError(said)
+            found[row].__cause__ = error
+        return found
+
+    def keep_generated(self, row: int, drawn: list[int]) -> None:
+        """Store what a row drew, where `Place.keep_generated` says so.
+
+        Args:
+          row: which; nothing of it failed.
+          drawn: all its new tokens; the last has no keys yet.
+        """
+        if self._store is not None and self._pages is not None:
+            tokens = [*self._ids[row], *drawn[:-1]]
+            chosen = self._counts[row]
+            self._store.keep_generated(self._model, row, tokens, self._pages, chosen)
 
     def stats(self, state: DecodeState) -> TierStats:
         """What moved, at the end.
@@ -165,7 +181,6 @@ def loop(call: TieredCall, model: Model, state: DecodeState, rules: Rules, meter
     static = (model.graphdef, call.shapes)
     program = meter.program(_decode, static, model.params, state, rules, donate=(1,))
     drawn: Drawn = jax.block_until_ready(program(model.params, state, rules))
-    call.check()
     return drawn
 
 

@@ -5,13 +5,16 @@ import contextlib
 import numpy as np
 
 from kvjax.config import CacheConfig
+from kvjax.decode.kept_answers import KeptAnswers
 from kvjax.decode.prefilled_pages import PrefilledPages
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
-from kvjax.storage.errors import DAMAGED, SegmentError, StoreError
+from kvjax.storage.errors import DAMAGED, ReadFailedError, SegmentError, StoreError
+from kvjax.storage.layout import Layout
+from kvjax.storage.page_order import PAGE_PLACES, near_together
 from kvjax.storage.page_store import Match
 from kvjax.storage.placement import AttentionFrequency
 from kvjax.storage.prefetch import Prefetcher
@@ -37,13 +40,15 @@ class PromptStore:
     def __init__(self, cache: CacheConfig, *, most: int) -> None:
         place = cache.place
         assert place is not None and place.store is not None  # noqa: PT018  the caller looked
-        self._cache, self._timeout_s = cache, place.timeout_s
+        self._cache, self._timeout_s, self._order = cache, place.timeout_s, place.order
         self._host_bytes = most if place.host_bytes is None else place.host_bytes
         config = PrefixConfig(who="head", timeout_s=place.timeout_s)
         self._prefixes = PrefixCache(place.store, config=config)
         self._tiers: Tiers | None = None
         self._readers: list[Prefetcher] = []
         self._segments: dict[int, Segment] = {}
+        self._matches: dict[int, Match] = {}
+        self._kept = KeptAnswers(self._prefixes) if place.keep_generated else None
 
     def keep(
         self,
@@ -78,9 +83,10 @@ class PromptStore:
         if match is None or match.pages < SHARED * count:
             if match is not None:
                 match.segment.close()
-            prefilled = PrefilledPages(*pages.prompt(row, count), seconds)
+            prefilled = PrefilledPages(*pages.in_memory(row, count), seconds)
             match = Match(self._written(model, ids, prefilled), count)
         segment = during.enter_context(match.segment)
+        self._matches[row] = match
         if self._tiers is None:
             self._tiers = Tiers(
                 self._host_bytes,
@@ -98,6 +104,22 @@ class PromptStore:
         self._segments[row] = segment
         pages.read_from(row, reader, match.pages)
 
+    def keep_generated(
+        self, model: Model, row: int, tokens: list[int], pages: SequencePages, chosen: int
+    ) -> None:
+        """Store the full pages that a row has beyond its stored ones, if generated pages are kept.
+
+        Args:
+          model: what ran.
+          row: which.
+          tokens: those whose keys and values exist.
+          pages: holds them.
+          chosen: pages that each step attended to at most.
+        """
+        if self._kept is not None:
+            size, match = self._cache.page_size, self._matches.get(row)
+            self._kept.keep(model, tokens, pages, row, match, chosen=chosen, page_size=size)
+
     def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
         """A new segment of a prompt's pages, open."""
         if not (np.isfinite(pages.keys).all() and np.isfinite(pages.values).all()):
@@ -106,29 +128,52 @@ class PromptStore:
                 f"be stored: try CacheConfig(dtype='float32'), and load the model with "
                 f"dtype='float32'"
             )
-        info = self._prefixes.put(model, ids, pages)
+        arrays = {}
+        if self._order == "cluster":
+            arrays[PAGE_PLACES] = near_together(pages.keys, Layout(self._cache.page_size))
+        info = self._prefixes.put(model, ids, pages, arrays=arrays)
         return self._prefixes.store.open_segment(info.key)
 
-    def failed(self, row: int, error: BaseException) -> None:
+    def failed(self, row: int, error: ReadFailedError) -> str:
         """Tell the store that reading failed; what is damaged is removed, and written anew.
 
         Args:
           row: whose pages were read.
           error: what that raised.
+
+        Returns:
+          Which page it was, and what to do.
         """
-        info = self._segments[row].info
-        if self._prefixes.report(info, error) in DAMAGED:
+        info, store = self._segments[row].info, self._prefixes.store
+        reason = self._prefixes.report(info, error)
+        if reason in DAMAGED:
+            todo = "call again, which writes damaged pages anew"
             with contextlib.suppress(StoreError, SegmentError):  # it may be gone already
-                self._prefixes.store.remove(info.key)
+                store.remove(info.key)
+        elif reason == "timeout":
+            todo = "allow a longer Place.timeout_s, or leave out the store"
+        else:
+            todo = "call again, or leave out the store"
+        layer, head, _, page = error.units[0].tolist()
+        return (
+            f"page {page} of layer {layer}, KV head {head} could not be read from {store.url} "
+            f"({reason}): {todo}. {error}"
+        )
 
     def reads(self) -> TierReads:
         """What was read so far."""
         counts = [reader.counts() for reader in self._readers]
+        read = [segment.bytes_read() for segment in self._segments.values()]
         return TierReads(
-            bytes_read=sum(segment.bytes_read().payload for segment in self._segments.values()),
+            bytes_read=sum(r.payload for r in read),
+            index_bytes=sum(r.index for r in read),
+            units_read=sum(r.units for r in read),
+            requests=sum(r.requests for r in read),
             host_hits=sum(c.host_hits for c in counts),
             units=sum(c.needed for c in counts),
             wait_seconds=sum(c.wait_s for c in counts),
+            pages_kept=0 if self._kept is None else self._kept.pages,
+            not_kept=None if self._kept is None else self._kept.failure,
             host_bytes=0
             if self._tiers is None
             else self._tiers.host_units * self._tiers.unit_bytes,

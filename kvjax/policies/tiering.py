@@ -170,9 +170,16 @@ class Place:
       store: URL or folder of a page store that holds every full page of the prompts; later calls
         with `prefixes` find them there, later calls with this prefill again, and read a stored
         prompt's pages that they share if these are most. Other pages, and those of generated
-        tokens, are in host memory.
+        tokens until the call ends, are in host memory.
+      keep_generated: whether full pages of generated tokens join the store when the call ends, for
+        prompts that go on where the answer ended; only the new pages are written. Where steps did
+        not read all pages, what they computed is no more than an approximation of what is to be
+        found there, and is not stored: the statistics say so.
+      order: how pages lie in the files of a prompt that is written: by "position", or by "cluster",
+        pages of near keys next to each other. Neighbours come in one read.
       observe: how many of the prompt's last tokens say which pages are near at first.
-      timeout_s: the longest wait for a read, in seconds.
+      timeout_s: the longest wait for a read, in seconds; one that failed or is late is made once
+        more.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -181,6 +188,8 @@ class Place:
     device_bytes: int | None = None
     host_bytes: int | None = None
     store: str | os.PathLike[str] | None = None
+    keep_generated: bool = False
+    order: Literal["position", "cluster"] = "position"
     observe: int = 32
     timeout_s: float = 30.0
 
@@ -196,6 +205,19 @@ class Place:
             raise KvjaxError(
                 f"host_bytes is {self.host_bytes} and store is None: name a store for the pages "
                 f"that do not fit, or leave out host_bytes"
+            )
+        if not isinstance(self.keep_generated, bool):
+            raise KvjaxError(f"keep_generated is {self.keep_generated!r}: must be True or False")
+        if self.keep_generated and self.store is None:
+            raise KvjaxError(
+                "keep_generated is True and store is None: name a store to keep them in, or leave "
+                "out keep_generated"
+            )
+        _one_of("order", self.order, ("position", "cluster"))
+        if self.order != "position" and self.store is None:
+            raise KvjaxError(
+                f"order is {self.order!r} and store is None: it is that of pages in the store's "
+                f"files; name a store, or leave out order"
             )
         check_integer("observe", self.observe, 1)
         if not (_is_number(self.timeout_s) and 0 < self.timeout_s < math.inf):

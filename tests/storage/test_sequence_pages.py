@@ -39,7 +39,7 @@ def assert_collects(pages, held, layer, ids):
         np.testing.assert_array_equal(got[:, b, k, h], want)
         moved += is_page
     assert pages.bytes_moved - before == moved * 2 * P * D * held.dtype.itemsize
-    assert pages.failure is None
+    assert not pages.failures
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,14 +147,14 @@ def test_a_failure_is_kept_and_read_as_nan(call):
         "collect": lambda: pages.collect(1, 1, ids),
     }
     calls[call]()
-    assert isinstance(pages.failure, OSError)
-    first = pages.failure
+    assert isinstance(pages.failures[0], OSError)
+    first = pages.failures[0]
     break_layer(pages, 1, "another")
     pages.put(1, 0, *both)
     got = pages.collect(1, 1, ids)
     assert got.shape == (2, B, 2, H, P, D)
     assert np.isnan(got).all()
-    assert pages.failure is first
+    assert pages.failures[0] is first
     assert pages.bytes_moved == 0
 
 
@@ -164,7 +164,7 @@ def test_values_that_fail_after_keys_read_as_nan_too():
     pages.put(0, 0, *np.ones((2, 1, H, P, D), np.float32))
     break_layer(pages, 0, kinds=(1,))
     assert np.isnan(pages.collect(1, 0, np.zeros((B, H, 1), np.int32))).all()
-    assert isinstance(pages.failure, OSError)
+    assert isinstance(pages.failures[0], OSError)
 
 
 @pytest.mark.parametrize("layer", [L, 99])
@@ -174,7 +174,7 @@ def test_a_layer_that_is_not_there_does_not_raise(layer):
     pages.put(layer, 0, *both)
     pages.append(layer, np.zeros(B, np.int32), *both)
     assert np.isnan(pages.collect(1, layer, ids)).all()
-    assert isinstance(pages.failure, IndexError)
+    assert all(isinstance(pages.failures[row], IndexError) for row in range(B))
 
 
 class Memory:
@@ -214,7 +214,7 @@ def stored():
         for layer in range(L):
             pages.put(layer, row, *held[layer, :, row, :count])
         if row != 1:
-            keys, values = pages.prompt(row, count)
+            keys, values = pages.in_memory(row, count)
             units = np.stack([keys, values]).transpose(1, 3, 2, 0, 4, 5)
             readers[row] = Memory(np.ascontiguousarray(units))
             before = pages.bytes_held
@@ -248,7 +248,7 @@ def test_only_as_many_columns_are_collected_as_hold_pages(stored):
         got = pages.collect(ticket, layer, ids[:, :, :2])
         np.testing.assert_array_equal(got[:, :, 0], held[layer, :, :, 1])
         np.testing.assert_array_equal(got[:, 0, 1, 1], held[layer, :, 0, 3, 1])
-    assert pages.failure is None
+    assert not pages.failures
 
 
 def test_what_nobody_collects_is_not_kept(stored):
@@ -262,9 +262,9 @@ def test_what_nobody_collects_is_not_kept(stored):
 
 
 @pytest.mark.parametrize("call", ["issue", "collect"])
-def test_a_reader_that_fails(stored, monkeypatch, call):
-    """No page of any row is handed out after that."""
-    pages, _, readers = stored
+def test_a_reader_that_fails_is_one_row_less(stored, monkeypatch, call):
+    """No page of that row is handed out after that; the others' are what they were."""
+    pages, held, readers = stored
 
     def broken(*args, **options):
         raise TimeoutError("no answer")
@@ -272,7 +272,38 @@ def test_a_reader_that_fails(stored, monkeypatch, call):
     ids = np.zeros((B, H, 1), np.int32)
     with monkeypatch.context() as patch:
         patch.setattr(readers[2], call, broken)
-        assert np.isnan(pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)).all()
-    assert isinstance(pages.failure, TimeoutError)
-    assert np.isnan(pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)).all()
-    assert isinstance(pages.failure, TimeoutError)
+        first = pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)
+    asked = len(readers[2].touched)
+    second = pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)
+    for got in (first, second):
+        assert np.isnan(got[:, 2]).all()
+        np.testing.assert_array_equal(got[:, :2, 0], held[0, :, :2, 0])
+    assert list(pages.failures) == [2]
+    assert isinstance(pages.failures[2], TimeoutError)
+    assert len(readers[2].touched) == asked
+
+
+def test_a_read_that_fails_once_is_made_again(stored, monkeypatch):
+    """The very pages, as if nothing had been."""
+    pages, held, readers = stored
+    whole, faults = readers[0].collect, [TimeoutError("no answer")]
+
+    def collect(ticket):
+        if faults:
+            raise faults.pop()
+        return whole(ticket)
+
+    monkeypatch.setattr(readers[0], "collect", collect)
+    assert_collects(pages, held[1], 1, ids_of(np.random.default_rng(0), 5))
+    assert not faults
+
+
+def test_a_row_that_cannot_be_written_is_one_row_less():
+    pages = make()
+    both = np.ones((2, B, H, P, D), np.float32)
+    pages._rows[1].layers[0] = Broken(pages._rows[1].layers[0], "disk on fire")
+    pages.append(0, np.zeros(B, np.int32), *both)
+    got = pages.collect(1, 0, np.zeros((B, H, 1), np.int32))
+    assert np.isnan(got[:, 1]).all()
+    assert (got[:, [0, 2]] == 1).all()
+    assert list(pages.failures) == [1]

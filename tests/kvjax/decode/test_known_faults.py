@@ -15,7 +15,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, generate, score, stream
 from kvjax.decode.attend import chunk_attend
 from kvjax.decode.sampling import make_sampler
-from kvjax.decode.step import FULL, RUNNING, DecodeState, Rules, decode_step, start
+from kvjax.decode.step import BROKEN, FULL, RUNNING, DecodeState, Rules, decode_step, start
 from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
@@ -145,7 +145,7 @@ def test_a_damaged_sequence_stays_alone():
     _, whole = runs()[1](tiny().params, decoding(cache, [7] * 5, [True] * 5))
     state, torn = runs()[1](tiny().params, decoding(damaged, [7] * 5, [True] * 5))
     assert state.finite.tolist() == [True, False, True, True, True]
-    assert not bool(state.sound)
+    assert state.finished.tolist() == [RUNNING, BROKEN, RUNNING, RUNNING, RUNNING]
     others = np.asarray([0, 2, 3, 4])
     close(np.asarray(torn)[others], np.asarray(whole)[others])
     assert np.isnan(torn[1]).all()

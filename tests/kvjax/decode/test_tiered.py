@@ -343,13 +343,13 @@ def failing(monkeypatch):
     ("method", "after"), [("put", 3), ("collect", 1), ("collect", 9), ("append", 2)]
 )
 def test_host_memory_that_fails_is_an_error_and_no_text(failing, method, after):
-    """The loop ends, and what it drew is dropped."""
+    """All rows end, and say so."""
     prompts = [prompt(n, seed) for seed, n in enumerate(BATCHES[0])]
     options = {"max_new_tokens": NEW, "cache": over_tiers("low-bit", "100%", times=0)}
     options["sampling"] = Sampling(temperature=1.5, top_k=20)
     failing(method, after)
     with pytest.raises(
-        KvjaxError, match=r"pages of a sequence could not be written or read again: .*fire"
+        KvjaxError, match=r"prompt 0: its pages could not be written or read again: .*fire"
     ) as error:
         generate(made(), prompts, **options)
     assert isinstance(error.value.__cause__, OSError)
@@ -377,7 +377,7 @@ def test_a_store_that_fails_or_stalls_while_decoding(monkeypatch, tmp_path, faul
         for offset in range(3):
             state, _ = step(made(), call, state, rules, [row[offset] for row in given])
         assert time.monotonic() - began < 10
-        with pytest.raises(KvjaxError, match="page") as error:
+        with pytest.raises(KvjaxError, match=r"page \d+ of layer 0, KV head [01]") as error:
             call.check()
     assert ("on fire" if fault == "fails" else "in time") in str(error.value)
     well[0] = True

@@ -59,6 +59,10 @@ SECONDS = "must be a number of seconds above 0"
         (Place, {"timeout_s": math.nan}, f"timeout_s is nan: {SECONDS}"),
         (Place, {"timeout_s": math.inf}, f"timeout_s is inf: {SECONDS}"),
         (Place, {"timeout_s": "1"}, f"timeout_s is '1': {SECONDS}"),
+        (Place, {"store": "s", "order": "near"}, "order is 'near': must be one of position, clu"),
+        (Place, {"order": "cluster"}, "order is 'cluster' and store is None"),
+        (Place, {"store": "s", "keep_generated": 1}, "keep_generated is 1: must be True or False"),
+        (Place, {"keep_generated": True}, "keep_generated is True and store is None"),
         (CacheConfig, {"select": "25%"}, r"select is '25%': must be a kvjax\.Select, or None"),
         (CacheConfig, {"select": Select}, r"select is .*: must be a kvjax\.Select, or None"),
         (
