@@ -165,9 +165,8 @@ class PageStore:
           layout: what one read will bring.
           sketches: small arrays to keep with the pages, by name.
           label: for people: a model or a file.
-          after: an open segment, such as `find` gives it, whose first pages are those of these
-            tokens: they are not written again, and k and v are the pages that follow. Sketches are
-            of all pages. Its files stay as long as a segment has pages in them.
+          after: an open segment, as `find` gives it, whose first pages are these tokens': they are
+            not written again, k and v are the pages that follow, and sketches are of all pages.
 
         Returns:
           What is stored now.
@@ -340,7 +339,7 @@ class PageStore:
         Who has it open gets what it asks for, or `UnitError` with reason "absent".
 
         Returns:
-          The bytes that are free now: not those of pages that other segments share, and 0 if its
+          The bytes that this freed: not those of pages that other segments share, and 0 if its
           manifest is damaged (gc frees its data).
 
         Raises:
