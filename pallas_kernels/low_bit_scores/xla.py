@@ -3,8 +3,8 @@
 Only a block's pages are unpacked, so memory does not grow with the lists, and time follows the
 pages there are. Without lists a block is a run of the pool's pages, which nobody gathers.
 
-What is unpacked is bfloat16, which holds an odd code times a float8 step exactly, and float32
-queries are three bfloat16 each, of which every product is exact in float32: on a CPU that is half
+What is unpacked is a code times its step, 8 significant bits, which bfloat16 holds exactly; float32
+queries are three bfloat16 each, of which every product is exact in float32. On a CPU that is half
 the memory of float32 keys, and a faster product.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float32, Int32
+from jaxtyping import Array, BFloat16, Float, Float16, Float32, Int32
 
 from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
 
@@ -22,6 +22,9 @@ BLOCK_TOKENS = 1024
 
 BLOCK_SCORES = 2**20
 """Scores of a block, all KV heads together, where queries are many."""
+
+_RAISE = 2.0**100  # of queries, so that products with lowered offsets are normal numbers
+_LOWERED = 2.0**12  # what is left of 2**112
 
 
 def low_bit_scores_xla(
@@ -141,14 +144,14 @@ def _block(
     """Scores of n pages, each KV head's own, by the queries that `parts` are of."""
     kv_heads, count, dim = pages["step"].shape
     unit = lax.bitcast_convert_type(pages["unit"], jnp.bfloat16).astype(jnp.float32)
-    step = float8_values(pages["step"].astype(jnp.int32)) * unit[..., :1]
-    middle = float8_values(pages["middle"].astype(jnp.int32)) * unit[..., 1:]
-    # Or XLA:CPU decodes a page's step again for each of its tokens.
-    step = lax.optimization_barrier(step)
-    codes = unpack(pages, bits).astype(jnp.float32) - (2**bits - 1) / 2
-    offsets = _exact(codes * step[:, :, None]).reshape(kv_heads, -1, dim)
-    found = _dot(offsets, parts).reshape(kv_heads, count, -1, parts.shape[1])
-    found = _whole(found) + _whole(_dot(_exact(middle), parts))[:, :, None]
+    step, middle = (float8_values(pages[name].astype(jnp.int32)) for name in ("step", "middle"))
+    width = lax.optimization_barrier(step.astype(jnp.float16))  # or each token decodes it again
+    offsets = unpack(pages, bits).astype(jnp.float16) * width[:, :, None]
+    found = _dot(_lowered(offsets).reshape(kv_heads, -1, dim), parts)
+    found = _whole(found.reshape(kv_heads, count, -1, parts.shape[1]))
+    once = _whole(_dot(_upper(jnp.concatenate([middle, step], axis=1) / _RAISE), parts))
+    once = once[:, :count] * unit[..., 1:] - once[:, count:] * unit[..., :1] * (2**bits - 1) / 2
+    found = found * (unit[..., :1] * _LOWERED)[:, :, None] + once[:, :, None]
     # Pages last: sums over their tokens then run over a major axis.
     found = found.transpose(0, 3, 2, 1) * scale
     if soft_cap is not None:
@@ -164,17 +167,26 @@ def _bits(array: Array) -> Array:
     return bits
 
 
-def _exact(values: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
+def _upper(values: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
     """The upper half of each number; all of it where 8 significant bits hold it."""
     upper = lax.bitcast_convert_type(values, jnp.uint32) >> 16
     return lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
+def _lowered(values: Float16[Array, "..."]) -> BFloat16[Array, "..."]:
+    """Numbers of 8 significant bits, 0 or more, times 2**-112: what their bits, shifted, say.
+
+    A conversion to bfloat16 goes through float32, with half as many numbers to a vector register.
+    """
+    shifted = lax.bitcast_convert_type(values, jnp.uint16) >> 3
+    return lax.bitcast_convert_type(shifted, jnp.bfloat16)
+
+
 def _parts(queries: Float[Array, "Hkv R D"]) -> BFloat16[Array, "Hkv R3 D"]:
-    """Three numbers that add up to each query's, 8 significant bits a part."""
-    rest, parts = queries.astype(jnp.float32), []
+    """Three numbers that add up to each query's times `_RAISE`, 8 significant bits a part."""
+    rest, parts = queries.astype(jnp.float32) * _RAISE, []
     for _ in range(3):
-        parts.append(_exact(rest))
+        parts.append(_upper(rest))
         rest = rest - parts[-1].astype(jnp.float32)
     return jnp.concatenate(parts, axis=1)
 
