@@ -1,6 +1,7 @@
 """The pages of sequences that are being decoded, for a compiled program: in memory or stored."""
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class SequencePages:
     Attributes:
       failures: by row, the first error of a sequence whose pages could not be written or read.
       bytes_moved: keys and values that were handed out.
+      seconds: that `issue` and `collect` took.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SequencePages:
         self._tickets: dict[int, dict[int, int]] = {}
         self.failures: dict[int, BaseException] = {}
         self.bytes_moved = 0
+        self.seconds = 0.0
 
     @property
     def bytes_held(self) -> int:
@@ -123,60 +126,68 @@ class SequencePages:
             except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
                 self.failures.setdefault(row, error)
 
-    def issue(self, layer: int, ids: Ids, worth: Weights) -> int:
+    def issue(self, layer: int, ids: Ids, worth: Weights, *, first_row: int = 0) -> int:
         """Start reading the pages that are stored; those in memory are there.
 
         Args:
           layer: 0 to layers - 1.
-          ids: int32 [B, Hkv, K], pages wanted; N or more is none.
-          worth: float32 [B, Hkv, K], attention that each gets: what a reader keeps pages by.
+          ids: int32 [b, Hkv, K], pages wanted by b sequences; N or more is none.
+          worth: float32 [b, Hkv, K], attention that each gets: what a reader keeps pages by.
+          first_row: which sequence the first of them is.
 
         Returns:
           A ticket.
         """
+        began = time.perf_counter()
         number = next(self._numbers)
         tickets: dict[int, int] = {}
-        for row, held in enumerate(self._rows):
+        for row, (own, weights) in enumerate(zip(ids, worth, strict=True), first_row):
+            held = self._rows[row]
             if held.reader is None or row in self.failures:
                 continue
-            head, column = np.nonzero((ids[row] >= 0) & (ids[row] < held.first))
+            head, column = np.nonzero((own >= 0) & (own < held.first))
             if not len(head):
                 continue
             try:
-                units = _units(layer, head, ids[row, head, column])
-                mass = np.nan_to_num(worth[row, head, column])
+                units = _units(layer, head, own[head, column])
+                mass = np.nan_to_num(weights[head, column])
                 held.reader.touch(units, mass, np.ones_like(mass))
                 tickets[row] = held.reader.issue(units, demand=True)
             except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
                 self.failures[row] = error
         if tickets:  # where nothing is missing, nobody collects
             self._tickets[number] = tickets
+        self.seconds += time.perf_counter() - began
         return number
 
-    def collect(self, ticket: int, layer: int, ids: Ids) -> NDArray[Any]:
+    def collect(self, ticket: int, layer: int, ids: Ids, *, first_row: int = 0) -> NDArray[Any]:
         """Pages, for each KV head its own.
 
         Args:
           ticket: as `issue` returned it; anything if no row has pages in a store.
           layer: as `issue` was given it.
-          ids: int32 [B, Hkv, k], the first k of what `issue` was given; the rest was no page.
+          ids: int32 [b, Hkv, k], the first k of what `issue` was given; the rest was no page.
+          first_row: as `issue` was given it.
 
         Returns:
-          [2, B, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN in all of a
+          [2, b, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN in all of a
           row once something of it has failed. A read that fails or is late is made once more first.
         """
+        began = time.perf_counter()
         rows, heads, count = ids.shape
         out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
-        for row in range(rows):
+        for offset, row in enumerate(range(first_row, first_row + rows)):
             if row not in self.failures:
                 try:
-                    moved = self._fill(out[:, row], layer, row, ids[row], tickets.get(row))
+                    own = ids[offset]
+                    moved = self._fill(out[:, offset], layer, row, own, tickets.get(row))
                     self.bytes_moved += moved * self._page_bytes
                 except Exception as error:  # noqa: BLE001  a callback must not raise
                     self.failures[row] = error
             if row in self.failures:
-                out[:, row] = np.nan
+                out[:, offset] = np.nan
+        self.seconds += time.perf_counter() - began
         return out
 
     def _fill(self, out: NDArray[Any], layer: int, row: int, ids: Ids, ticket: int | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 import typer.core
 
-from kvjax.cli import demo, generate, info, prefix, pull, score, store
+from kvjax.cli import calibrate, demo, generate, info, prefix, pull, score, store
 from kvjax.cli.console import say_error, warnings_as_lines
 from kvjax.cli.wording import of_options
 from kvjax.errors import KvjaxError
@@ -104,6 +104,7 @@ app.command(no_args_is_help=True)(score.score)
 app.command()(info.info)
 app.command()(pull.pull)
 app.command()(demo.demo)
+app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(prefix.app, name="prefix")
 app.add_typer(store.app, name="store")
 

@@ -16,6 +16,7 @@ PHASES = {
     "compile": "compiling",
     "prefill": "reading the prompt",
     "decode": "generating",
+    "calibrate": "trying settings",
     "download": "downloading",
     "unpack": "unpacking and checking",
 }

@@ -12,7 +12,7 @@ from kvjax.cli import options, prompt, stored, tiers
 from kvjax.cli.console import Bars, bars
 from kvjax.cli.running import open_model, show_stats, stats_as_json
 from kvjax.config import CacheConfig
-from kvjax.decode import PrefixConfig, Sampling, Stats
+from kvjax.decode import Calibration, PrefixConfig, Sampling, Stats
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 
@@ -110,6 +110,8 @@ def generate(
         opened, load_seconds = open_model(
             model, dtype=dtype, cache_dir=cache_dir, progress=progress
         )
+        if selected.calibration is not None:
+            cache = Calibration.load(selected.calibration, model=opened).apply(cache)
         prefixes = None
         if selected.select is None and (prefix is not None or store is not None):
             prefixes = stored.open_prefixes(store, cache_dir, config)

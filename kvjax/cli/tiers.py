@@ -25,10 +25,12 @@ class TierOptions:
     Attributes:
       select: how; None reads all pages in every step.
       window: what stays near.
+      calibration: a file of `kvjax calibrate tiers`, or None.
     """
 
     select: Select | None
     window: Window
+    calibration: pathlib.Path | None = None
 
 
 def tier_options(
@@ -72,6 +74,15 @@ def tier_options(
             help="What makes room for others: lookahead, lru or lfu.", rich_help_panel=PANEL
         ),
     ] = Window.evict,
+    calibration: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What `kvjax calibrate tiers` found, in place of --window and --window-plan.",
+            rich_help_panel=PANEL,
+            show_default=False,
+        ),
+    ] = None,
 ) -> TierOptions:
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
@@ -91,8 +102,14 @@ def tier_options(
             f"--window is {window:g} and --window-plan is {window_plan}: the plan says how many "
             f"pages stay near; leave out one of them"
         )
+    if calibration is not None and (window is not None or window_plan is not None):
+        raise KvjaxError(
+            f"--calibration is {calibration}, and --window or --window-plan is given too: it says "
+            f"how many pages stay near; leave out one of them"
+        )
     times = Window.times if window is None else window
-    return TierOptions(chosen, Window(times, evict, window_plan))  # type: ignore[arg-type]
+    kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
+    return TierOptions(chosen, kept, calibration)
 
 
 def with_tiers(
@@ -114,10 +131,10 @@ def with_tiers(
       KvjaxError: they do not go together.
     """
     if tiers.select is None:
-        if tiers.window != Window():
+        if tiers.window != Window() or tiers.calibration is not None:
             raise KvjaxError(
-                "--window, --window-plan and --evict are of use with --select only: say what "
-                "selects the pages, such as --select low-bit"
+                "--window, --window-plan, --calibration and --evict are of use with --select only: "
+                "say what selects the pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()

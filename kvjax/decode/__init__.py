@@ -1,5 +1,7 @@
 """Running a model through the cache: `generate`, `stream` and `score`."""
 
+from kvjax.decode.calibrate import calibrate
+from kvjax.decode.calibration import Calibration, Trial
 from kvjax.decode.calls import Progress
 from kvjax.decode.generate import generate
 from kvjax.decode.prefix_config import PrefixConfig
@@ -19,6 +21,7 @@ from kvjax.decode.stream import stream
 from kvjax.decode.window_profile import plan_windows, profile_windows
 
 __all__ = [
+    "Calibration",
     "FinishReason",
     "Generation",
     "PrefixCache",
@@ -30,6 +33,8 @@ __all__ = [
     "Score",
     "Stats",
     "StreamEvent",
+    "Trial",
+    "calibrate",
     "generate",
     "plan_windows",
     "profile_windows",

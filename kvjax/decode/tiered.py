@@ -111,6 +111,11 @@ class TieredCall:
             progress("prefill", 1.0)
             yield state
 
+    @property
+    def fetch_seconds(self) -> float:
+        """That finding and reading missing pages took the host so far."""
+        return 0.0 if self._pages is None else self._pages.seconds
+
     def check(self) -> None:
         """Raise what went wrong while pages were written or read.
 

@@ -73,6 +73,8 @@ def issue(
     layer: int,
     ids: Int32[Array, "B Hkv K"],
     worth: Float32[Array, "B Hkv K"],
+    *,
+    first_row: int = 0,
 ) -> Int32[Array, ""]:
     """Start reading pages; returns a ticket at once.
 
@@ -82,8 +84,10 @@ def issue(
       layer: whose pages.
       ids: int32 [B, Hkv, K]; N or more is none.
       worth: float32 [B, Hkv, K], attention that each gets.
+      first_row: which sequence the first row of `ids` is.
     """
-    ticket: Array = io_callback(functools.partial(_issue, layer), _INT, handle, written, ids, worth)
+    begin = functools.partial(_issue, layer, first_row)
+    ticket: Array = io_callback(begin, _INT, handle, written, ids, worth)
     return ticket
 
 
@@ -94,6 +98,8 @@ def collect(
     ids: Int32[Array, "B Hkv K"],
     missing: Bool[Array, "B Hkv K"],
     page: jax.ShapeDtypeStruct,
+    *,
+    first_row: int = 0,
 ) -> Float[Array, "two B K Hkv P D"]:
     """Wait for a ticket's pages: as many as the next of a few sizes, K, K/2, K/4, K/8 or none.
 
@@ -104,6 +110,7 @@ def collect(
       ids: as given to `issue`, what is no page after all that are.
       missing: bool [B, Hkv, K], which of them are pages.
       page: [P, D], shape and dtype of one head's page.
+      first_row: as given to `issue`.
 
     Returns:
       Keys and values; zero where `ids` names no page.
@@ -117,7 +124,7 @@ def collect(
         if not size:
             return jnp.zeros(shape, page.dtype)
         wanted = jax.ShapeDtypeStruct((2, batch, size, *shape[3:]), page.dtype)
-        wait = functools.partial(_collect, layer)
+        wait = functools.partial(_collect, layer, first_row)
         got: Array = io_callback(wait, wanted, handle, ticket, ids[:, :, :size])
         return jnp.pad(got, ((0, 0), (0, 0), (0, room - size), (0, 0), (0, 0), (0, 0)))
 
@@ -136,10 +143,11 @@ def _append(layer: int, handle: Any, written: Any, page: Any, keys: Any, values:
     return np.int32(int(written) + 1)
 
 
-def _issue(layer: int, handle: Any, written: Any, ids: Any, worth: Any) -> np.int32:
+def _issue(layer: int, first_row: int, handle: Any, written: Any, ids: Any, worth: Any) -> np.int32:
     del written
-    return np.int32(held(int(handle)).issue(layer, np.asarray(ids), np.asarray(worth)))
+    pages = held(int(handle))
+    return np.int32(pages.issue(layer, np.asarray(ids), np.asarray(worth), first_row=first_row))
 
 
-def _collect(layer: int, handle: Any, ticket: Any, ids: Any) -> Any:
-    return held(int(handle)).collect(int(ticket), layer, np.asarray(ids))
+def _collect(layer: int, first_row: int, handle: Any, ticket: Any, ids: Any) -> Any:
+    return held(int(handle)).collect(int(ticket), layer, np.asarray(ids), first_row=first_row)

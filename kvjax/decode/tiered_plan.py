@@ -61,6 +61,7 @@ def tiered_plan(
             keeps=window.times > 0,
             evict=window.evict,
             observe=1 if place is None else place.observe,
+            micro_batches=1 if place is None else min(place.micro_batches, batch),
             index=index_for(select, model.config),
             choice=choice,
             attention=cache.attention,

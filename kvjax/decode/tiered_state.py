@@ -34,6 +34,7 @@ class TieredShapes:
     keeps: bool  # whether pages stay near from step to step
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first
+    micro_batches: int  # parts of the batch that pages are selected and read for apart
     index: PageIndex
     choice: Choice
     attention: Implementation | None

@@ -85,11 +85,19 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     ) -> tuple[Array, TieredCache]:
         dtype = cache.keys[layer].dtype
         k, v = k.astype(dtype), v.astype(dtype)  # as every later step will read them
-        chosen = _select(step, layer, q, cache)
+        micro_batches = _micro_batches(shapes)
+        selected, tickets = [], []
+        for rows in micro_batches:
+            some = _select(step, layer, q, cache, rows)
+            selected.append(some)
+            if shapes.fetches:
+                ticket = _issued(step, layer, cache, some, rows)
+                # Before pages are selected for others, and before anything is read.
+                q, ticket = lax.optimization_barrier((q, ticket))
+                tickets.append(ticket)
+        chosen = jax.tree.map(lambda *x: jnp.concatenate(x) if x[1:] else x[0], *selected)
+        tickets = lax.optimization_barrier(tickets)  # none is waited for before all are asked for
         fetched = None
-        if shapes.fetches:
-            ticket = _issued(step, layer, cache, chosen)
-            q, ticket = lax.optimization_barrier((q, ticket))  # before anything is read
         parts = [
             _attend_near(step, layer, q, cache, chosen),
             attend_token(step.config, layer, q, k, v),
@@ -108,7 +116,11 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
                 )
             )
         if shapes.fetches:
-            fetched = _collected(step, layer, cache, chosen, ticket)
+            collected = [
+                _collected(step, layer, cache, some, ticket, rows)
+                for some, ticket, rows in zip(selected, tickets, micro_batches, strict=True)
+            ]
+            fetched = jnp.concatenate(collected, axis=1) if collected[1:] else collected[0]
             parts.append(_attend_fetched(step, layer, q, fetched, chosen))
         out = merged(*parts)
         # A row whose attention is NaN writes nothing; its logits are NaN too, and end the run.
@@ -120,11 +132,23 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     return attend
 
 
-def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache) -> _Selected:
-    """Choose pages, and look up where they are."""
+def _micro_batches(shapes: TieredShapes) -> list[slice]:
+    """Rows of the batch whose pages are selected, and then read, together."""
+    size = shapes.batch // shapes.micro_batches
+    return [slice(first, first + size) for first in range(0, shapes.batch, size)]
+
+
+def _select(
+    step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache, rows: slice
+) -> _Selected:
+    """Choose pages for some rows, and look up where they are."""
     shapes, config = step.shapes, step.config
     heads, total = len(shapes.slots[layer]), shapes.pages
-    near, full = cache.near[layer], cache.lengths // shapes.page_size
+    near, index, lengths, counts, active, q = jax.tree.map(
+        lambda x: x[rows],
+        (cache.near[layer], cache.index[layer], cache.lengths, cache.counts, step.active, q),
+    )
+    full = lengths // shapes.page_size
 
     def choose(index: dict[str, Array], q: Array, full: Array, count: Array) -> tuple[Array, Array]:
         mass = shapes.index.page_mass(
@@ -135,13 +159,13 @@ def _select(step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCac
         )
         return jnp.sum(mass.reshape(heads, -1, total), axis=1), pages
 
-    mass, pages = jax.vmap(choose)(cache.index[layer], q, full, cache.counts)
-    pages = jnp.where(step.active[:, None, None] & (pages < total), pages, total)
+    mass, pages = jax.vmap(choose)(index, q, full, counts)
+    pages = jnp.where(active[:, None, None] & (pages < total), pages, total)
     slots, none = find(near, pages), shapes.most_slots(layer)
     missing = (pages < total) & (slots == none)
     order = jnp.argsort(~missing, axis=2, stable=True).astype(jnp.int32)
     open_page = jnp.broadcast_to(full[:, None, None], (len(full), heads, 1))
-    begun = (cache.lengths % shapes.page_size > 0)[:, None, None]
+    begun = (lengths % shapes.page_size > 0)[:, None, None]
     return _Selected(
         mass=mass,
         pages=pages,
@@ -188,27 +212,36 @@ def _rows(batch: int) -> Int32[Array, " B"]:
     return jnp.arange(batch, dtype=jnp.int32)
 
 
-def _issued(step: _Step, layer: int, cache: TieredCache, chosen: _Selected) -> Int32[Array, ""]:
+def _issued(
+    step: _Step, layer: int, cache: TieredCache, chosen: _Selected, rows: slice
+) -> Int32[Array, ""]:
     """Ask for the missing pages; there is nothing to ask for if all of them are in memory."""
     if not step.shapes.stored:
         return cache.written
     worth = _mass_of(chosen, chosen.missing)
     ticket: Array = lax.cond(
         jnp.any(chosen.missing < step.shapes.pages),
-        lambda: issue(cache.handle, cache.written, layer, chosen.missing, worth),
+        lambda: issue(
+            cache.handle, cache.written, layer, chosen.missing, worth, first_row=rows.start
+        ),
         lambda: cache.written,
     )
     return ticket
 
 
 def _collected(
-    step: _Step, layer: int, cache: TieredCache, chosen: _Selected, ticket: Int32[Array, ""]
+    step: _Step,
+    layer: int,
+    cache: TieredCache,
+    chosen: _Selected,
+    ticket: Int32[Array, ""],
+    rows: slice,
 ) -> Float[Array, "two BK Hkv P D"]:
     """The missing pages as a pool: page j of row b is b x K + j."""
     pool = cache.keys[layer]
     page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
     wanted = chosen.missing < step.shapes.pages
-    both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page)
+    both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page, first_row=rows.start)
     return both.reshape(2, -1, *both.shape[3:])
 
 

@@ -180,6 +180,8 @@ class Place:
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds; one that failed or is late is made once
         more.
+      micro_batches: parts that a batch is cut into, a power of two: while pages are read for one
+        part, those of the next are selected. More than there are rows counts as a row a part.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -192,6 +194,7 @@ class Place:
     order: Literal["position", "cluster"] = "position"
     observe: int = 32
     timeout_s: float = 30.0
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes"):
@@ -220,6 +223,8 @@ class Place:
                 f"files; name a store, or leave out order"
             )
         check_integer("observe", self.observe, 1)
+        if check_integer("micro_batches", self.micro_batches, 1).bit_count() > 1:
+            raise KvjaxError(f"micro_batches is {self.micro_batches}: must be a power of two")
         if not (_is_number(self.timeout_s) and 0 < self.timeout_s < math.inf):
             raise KvjaxError(
                 f"timeout_s is {self.timeout_s!r}: must be a number of seconds above 0"

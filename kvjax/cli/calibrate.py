@@ -1,0 +1,121 @@
+"""`kvjax calibrate`: short runs that choose settings for this machine."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import rich.table
+import typer
+
+from kvjax import decode
+from kvjax.cli import options, prompt, stored, tiers
+from kvjax.cli.console import bars, errors, note
+from kvjax.cli.running import open_model
+from kvjax.config import CacheConfig
+from kvjax.decode import Calibration, PrefixConfig, Trial
+from kvjax.errors import KvjaxError
+from kvjax.policies import Select
+
+app = typer.Typer(no_args_is_help=True, help="Choose settings for this machine by short runs.")
+
+
+@app.command("tiers", no_args_is_help=True)
+@options.with_options(
+    cache=options.cache_options, config=stored.prefix_options, selected=tiers.tier_options
+)
+def calibrate_tiers(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="UTF-8 texts like the prompts that will come, as many as a batch will have.",
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Where to write what `--calibration` of others reads."),
+    ],
+    new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--new-tokens", "-n", help="Last tokens of a text that are decoded one by one."
+        ),
+    ] = 32,
+    runs: Annotated[int, typer.Option(help="Of every setting; times are medians.")] = 3,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Also share the window's slots out among layers and KV heads, by what each "
+            "misses; for prompts as long as these.",
+        ),
+    ] = False,
+    model: options.ModelName = "smollm2-135m",
+    dtype: options.DTypeName = "auto",
+    store: stored.StoreUrl = None,
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+    cache: CacheConfig,
+    config: PrefixConfig,
+    selected: tiers.TierOptions,
+) -> None:
+    """Choose centroids, window and micro-batches for `generate --select`; takes minutes.
+
+    Every setting runs on the texts' last tokens. Centroids are tried where --select has some
+    (hierarchical, kvdrive, retroinfer).
+
+    Example: kvjax calibrate tiers report.txt --select hierarchical -o tiers.json
+    """
+    if selected.calibration is not None:
+        raise KvjaxError("--calibration is what this makes: name a new file with --output")
+    select = selected.select or Select()
+    selected = dataclasses.replace(selected, select=select)
+    cache = tiers.with_tiers(cache, selected, config, store=store)
+    texts = [prompt.read_text(file) for file in files]
+    with bars() as progress:
+        opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
+        found = decode.calibrate(
+            opened,
+            texts,
+            cache,
+            new_tokens=new_tokens,
+            runs=runs,
+            plan=plan,
+            progress=progress.share,
+        )
+    found.save(output)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+        return
+    _show(found)
+    note(f"use with: kvjax generate --select {select.by} --calibration {output} ...")
+
+
+def _show(found: Calibration) -> None:
+    """Writes a table of trials, those that were chosen marked."""
+    taken = {
+        "centroids": found.per_centroid,
+        "window": found.times,
+        "micro-batches": found.micro_batches,
+    }
+    grid = rich.table.Table(title="what was tried (* is taken)", title_justify="left")
+    for name in ("setting", "value", "step ms", "fetch ms", "look-up ms", "hits", "KL"):
+        grid.add_column(name, justify="left" if name == "setting" else "right")
+    for trial in found.trials:
+        mark = " *" if trial.value == taken[trial.setting] else ""
+        grid.add_row(f"{trial.setting}{mark}", *_numbers(trial))
+    errors().print(grid)
+
+
+def _numbers(trial: Trial) -> list[str]:
+    evaluated, ratio, kl = trial.evaluate_seconds, trial.hit_ratio, trial.kl
+    return [
+        f"{trial.value:g}",
+        f"{1e3 * trial.step_seconds:.1f}",
+        f"{1e3 * trial.fetch_seconds:.2f}",
+        "-" if evaluated is None else f"{1e3 * evaluated:.2f}",
+        "-" if ratio is None else f"{ratio:.1%}",
+        "-" if kl is None else f"{kl:.4f}",
+    ]
