@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from kvjax.storage.blobs import Blobs
-from kvjax.storage.errors import Reason, SegmentError, StoreError
+from kvjax.storage.errors import Reason, SegmentError, StoreError, UnknownKeyError
 from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Layout
 from kvjax.storage.manifest import decode
@@ -57,6 +57,27 @@ class Catalog:
         """
         names = self._blobs.names(_FOLDER)
         return [name[len(_FOLDER) : -len(_SUFFIX)] for name in names if name.endswith(_SUFFIX)]
+
+    def full_key(self, digits: str) -> str:
+        """The key that starts with these digits.
+
+        Raises:
+          UnknownKeyError: no key starts so, or several do.
+          StoreError: manifests cannot be listed.
+        """
+        keys = [key for key in self.names() if digits and key.startswith(digits)]
+        if not keys:
+            raise UnknownKeyError(
+                f"no stored prefix has a key that starts with {digits!r}: `kvjax store ls` lists "
+                "them"
+            )
+        if len(keys) > 1:
+            some = ", ".join(key[: len(digits) + 6] for key in keys[:3])
+            raise UnknownKeyError(
+                f"{len(keys)} stored prefixes have a key that starts with {digits!r}, such as "
+                f"{some}: give more digits"
+            )
+        return keys[0]
 
     def entries(self) -> list[Entry]:
         """The segments whose manifests are whole, as they are known here."""
@@ -153,10 +174,21 @@ class Catalog:
             now = self.index.entries.get(entry.manifest.key)
             return now is not None and now.generation == entry.generation
 
-    def condemn(self, key: str, created: float) -> None:
-        """Data of the segment that was created then is damaged, though its manifest is whole."""
+    def condemn(self, key: str, created: float) -> list[str]:
+        """Data of the segment that was created then is damaged, though its manifest is whole.
+
+        Returns:
+          Keys of the segments that this is said of: those that share pages with it too.
+        """
         with self._lock:
             self._condemned[key] = created
+            entries = self.index.entries
+            if key not in entries or entries[key].manifest.created != created:
+                return []
+            folders = entries[key].manifest.folders.keys()
+            keys = [x for x, entry in entries.items() if folders & entry.manifest.folders.keys()]
+            self._condemned.update((x, entries[x].manifest.created) for x in keys)
+            return keys
 
     def condemned(self, entry: Entry) -> bool:
         """Whether data of a segment was found damaged."""

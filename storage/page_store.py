@@ -33,7 +33,6 @@ from kvjax.storage.errors import (
     SegmentError,
     SegmentTooLargeError,
     StoreError,
-    UnknownKeyError,
 )
 from kvjax.storage.eviction import victims
 from kvjax.storage.keys import Identity, token_array
@@ -257,22 +256,25 @@ class PageStore:
             self._misses.update(misses)
         return match
 
-    def report(self, key: str, reason: Reason, created: float) -> None:
+    def report(self, key: str, reason: Reason, created: float, *, remove: bool = False) -> None:
         """Takes note of a fault that a reader of an open segment met; counted as a miss.
 
-        What does not pass by itself (see `errors.DAMAGED`) condemns the segment: this process does
-        not find it any more, and `put` of the same pages writes it anew. Other processes find out
-        by themselves.
+        What does not pass by itself (see `errors.DAMAGED`) condemns the segment and those that
+        share pages with it: this process does not find them any more, and `put` of the same pages
+        writes them anew. Other processes find out by themselves.
 
         Args:
           key: the segment's, as in its `SegmentInfo`.
           reason: of the `UnitError` or `SegmentError`, or "timeout".
           created: the segment's, as in its `SegmentInfo`: one written since is not meant.
+          remove: whether what is condemned is removed, where it can be.
         """
         with self._lock:
             self._misses[reason] += 1
-        if reason in DAMAGED:
-            self._catalog.condemn(key, created)
+        for other in self._catalog.condemn(key, created) if reason in DAMAGED else ():
+            with contextlib.suppress(SegmentError, StoreError):  # it may be gone already
+                if remove:
+                    self.remove(other)
 
     def open_segment(self, key: str) -> Segment:
         """Opens a segment by its key.
@@ -299,19 +301,7 @@ class PageStore:
           UnknownKeyError: no key starts so, or several do.
           StoreError: manifests cannot be listed.
         """
-        keys = [key for key in self._catalog.names() if digits and key.startswith(digits)]
-        if not keys:
-            raise UnknownKeyError(
-                f"no stored prefix has a key that starts with {digits!r}: `kvjax store ls` lists "
-                "them"
-            )
-        if len(keys) > 1:
-            some = ", ".join(key[: len(digits) + 6] for key in keys[:3])
-            raise UnknownKeyError(
-                f"{len(keys)} stored prefixes have a key that starts with {digits!r}, such as "
-                f"{some}: give more digits"
-            )
-        return keys[0]
+        return self._catalog.full_key(digits)
 
     def segments(self) -> list[SegmentInfo]:
         """What is stored, most recently used first.

@@ -359,7 +359,7 @@ class PrefixCache:
                 )
         return match
 
-    def report(self, info: SegmentInfo, error: BaseException) -> Reason:
+    def report(self, info: SegmentInfo, error: BaseException, *, remove: bool = False) -> Reason:
         """Take note of a fault that a reader of a stored prefix met, in the store too.
 
         What is damaged is not found any more, and written anew when it is put again.
@@ -367,6 +367,7 @@ class PrefixCache:
         Args:
           info: of the prefix.
           error: what reading it raised.
+          remove: whether what is damaged is removed.
 
         Returns:
           The fault, as the store counts it.
@@ -377,7 +378,7 @@ class PrefixCache:
             fault = fault.__cause__
         late = isinstance(error, TimeoutError) or getattr(error, "reason", "") == "timeout"
         reason: Reason = "timeout" if late else "io" if fault is None else fault.reason
-        self.store.report(info.key, reason, info.created)
+        self.store.report(info.key, reason, info.created, remove=remove)
         return reason
 
     def _failed(self, error: BaseException, info: SegmentInfo | None) -> NotLoaded:

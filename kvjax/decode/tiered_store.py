@@ -12,7 +12,7 @@ from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
-from kvjax.storage.errors import DAMAGED, ReadFailedError, SegmentError, StoreError
+from kvjax.storage.errors import DAMAGED, ReadFailedError
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_order import PAGE_PLACES, near_together
 from kvjax.storage.page_store import Match
@@ -48,6 +48,7 @@ class PromptStore:
         self._readers: list[Prefetcher] = []
         self._segments: dict[int, Segment] = {}
         self._matches: dict[int, Match] = {}
+        self._damaged: set[str] = set()  # folders of the store
         self._kept = KeptAnswers(self._prefixes) if place.keep_generated else None
 
     def keep(
@@ -109,6 +110,8 @@ class PromptStore:
     ) -> None:
         """Store the full pages that a row has beyond its stored ones, if generated pages are kept.
 
+        Where these are known to be damaged, nothing is stored that would share them.
+
         Args:
           model: what ran.
           row: which.
@@ -116,8 +119,9 @@ class PromptStore:
           pages: holds them.
           chosen: pages that each step attended to at most.
         """
-        if self._kept is not None:
-            size, match = self._cache.page_size, self._matches.get(row)
+        size, match = self._cache.page_size, self._matches.get(row)
+        lost = match is not None and not self._damaged.isdisjoint(match.segment.folders)
+        if self._kept is not None and not lost:
             self._kept.keep(model, tokens, pages, row, match, chosen=chosen, page_size=size)
 
     def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
@@ -144,12 +148,11 @@ class PromptStore:
         Returns:
           Which page it was, and what to do.
         """
-        info, store = self._segments[row].info, self._prefixes.store
-        reason = self._prefixes.report(info, error)
+        segment, store = self._segments[row], self._prefixes.store
+        reason = self._prefixes.report(segment.info, error, remove=True)
         if reason in DAMAGED:
             todo = "call again, which writes damaged pages anew"
-            with contextlib.suppress(StoreError, SegmentError):  # it may be gone already
-                store.remove(info.key)
+            self._damaged |= segment.folders
         elif reason == "timeout":
             todo = "allow a longer Place.timeout_s, or leave out the store"
         else:

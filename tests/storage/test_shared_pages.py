@@ -190,6 +190,23 @@ def test_pages_that_are_gone_are_a_miss_and_written_whole(tmp_path):
     assert not store.verify()
 
 
+def test_what_is_damaged_is_damaged_for_all_who_share_it(tmp_path):
+    """Or the next to be found would be the other, with the same page."""
+    store = PageStore.open(tmp_path)
+    first, second = put(store), put_after(store)
+    other = put(store, seed=3)
+    store.report(second.key, "checksum", second.created)
+    assert store.find(IDENTITY, TOKENS, P) is None
+    assert len(store.segments()) == 3
+    store.report(second.key, "checksum", second.created, remove=True)
+    assert [info.key for info in store.segments()] == [other.key]
+    assert PageStore.open(tmp_path).find(IDENTITY, TOKENS, P) is None
+    assert put(store).key == first.key
+    assert_is(store, first, (0, N))
+    store.report(first.key, "checksum", 1.0, remove=True)  # one that was there before
+    assert_is(store, first, (0, N))
+
+
 def test_places_of_pages_are_those_of_each_folder(tmp_path):
     """In an order of their own, in both, in one, in the other."""
     random = np.random.default_rng(0)

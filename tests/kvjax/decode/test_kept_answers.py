@@ -199,3 +199,22 @@ def test_equal_rows_are_kept_once(tmp_path):
     )
     assert result.tokens[0] == result.tokens[1]
     assert len(PageStore.open(tmp_path).segments()) == 2
+
+
+def test_damage_is_mended_by_one_more_call_wherever_it_lies(tmp_path):
+    """In the prompt's pages that an answer's share: neither is found again."""
+    first = call(PROMPTS[0], tmp_path)
+    (prompt_info,) = [x for x in PageStore.open(tmp_path).segments() if x.tokens == 60]
+    with PageStore.open(tmp_path).open_segment(prompt_info.key) as segment:
+        folder = tmp_path / "data" / segment.arrays[0].folder
+    for shard in (folder / "c").rglob("0"):
+        if shard.is_file():
+            content = bytearray(shard.read_bytes())
+            content[: len(content) // 2 : 64] = bytes(len(content[: len(content) // 2 : 64]))
+            shard.write_bytes(content)
+    asked = [*PROMPTS[0], *first.tokens[0], 1, 2, 3]
+    with pytest.raises(RowsFailedError, match="call again, which writes damaged pages anew"):
+        call(asked, tmp_path)
+    want = generate(tiny(), asked, cache=CacheConfig(page_size=SIZE), **DRAW).tokens
+    assert call(asked, tmp_path).tokens == want
+    assert not PageStore.open(tmp_path).verify()
