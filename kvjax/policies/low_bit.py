@@ -248,14 +248,20 @@ def _scores(
         return found.reshape(*rows.shape[:2], -1)
 
     @score.def_vmap
-    def score_each(size: int, batched: Any, *args: Any) -> tuple[Array, bool]:
-        """The heads of several sequences are scored as those of one."""
+    def score_each(
+        size: int, batched: Any, rows: Array, packed: Mapping[str, Array], counts: Array
+    ) -> tuple[Array, bool]:
+        if not any(jax.tree.leaves(batched[1:])):  # many queries of one sequence
+            heads, count, dim = rows.shape[1:]
+            found = score(rows.swapaxes(0, 1).reshape(heads, size * count, dim), packed, counts)
+            return found.reshape(heads, size, count, -1).swapaxes(0, 1), True
 
         def side_by_side(x: Array, is_batched: bool) -> Array:
+            """The heads of several sequences as those of one."""
             x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             return x.reshape(size * x.shape[1], *x.shape[2:])
 
-        found = score(*jax.tree.map(side_by_side, args, tuple(batched)))
+        found = score(*jax.tree.map(side_by_side, (rows, packed, counts), tuple(batched)))
         return found.reshape(size, -1, *found.shape[1:]), True
 
     scores: Array = score(rows, packed, counts)

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.policies import ExactKeys, LowBitKeys, MeanKeys, PageIndex, PerPage, QuestBounds, select
-from tests.kvjax.policies import plain
+from tests.kvjax.policies import indexes, plain
 
 PAGES, KV_HEADS, SIZE, DIM, HEADS = 9, 2, 8, 16, 6
 SCALE = 0.3
@@ -108,6 +108,34 @@ def test_a_batch_is_a_vmap(keys, queries, index):
         alone = build(index, keys[sequence], after[sequence])
         wanted = page_mass(index, alone, queries[sequence], after[sequence])
         np.testing.assert_allclose(mass[sequence], wanted, rtol=2e-5, atol=1e-30)
+
+
+@EVERY
+def test_many_queries_of_a_sequence_are_a_vmap(keys, queries, index):
+    asked, pages = jnp.stack([queries, -queries, queries * 2]), jnp.int32(7)
+    arrays = build(index, keys, pages)
+    one = functools.partial(index.page_mass, scale=SCALE)
+    mass = jax.jit(jax.vmap(one, in_axes=(None, 0, None)))(arrays, asked, pages)
+    for row, alone in zip(mass, asked, strict=True):
+        wanted = page_mass(index, arrays, alone, pages)
+        np.testing.assert_allclose(row, wanted, rtol=2e-5, atol=1e-30)
+
+
+@EVERY
+def test_a_query_of_nan_is_its_own_sequences_business(keys, queries, index):
+    """Rows that are scored side by side do not see each other."""
+    arrays = jax.jit(jax.vmap(index.build))(jnp.stack([keys] * 3), jnp.array([5, 6, 7]))
+    masses = jax.jit(jax.vmap(functools.partial(index.page_mass, scale=SCALE)))
+    asked, pages = jnp.stack([queries] * 3), jnp.array([5, 6, 7], jnp.int32)
+    clean = np.asarray(masses(arrays, asked, pages))
+    for bad in (jnp.nan, jnp.inf):
+        mass = np.asarray(masses(arrays, asked.at[1].set(bad), pages))
+        np.testing.assert_array_equal(mass[[0, 2]], clean[[0, 2]])
+
+
+@EVERY
+def test_it_chooses_whatever_the_scores(index):
+    indexes.chooses_whatever_the_scores(index)
 
 
 @EVERY
