@@ -314,6 +314,8 @@ def test_one_set_of_programs_serves_every_prompt_of_a_shape():
 class Unreachable:
     """Pages that can be neither read nor written."""
 
+    nbytes = 0
+
     def __getitem__(self, at):
         raise OSError("host memory is on fire")
 
@@ -328,11 +330,11 @@ def failing(monkeypatch):
     def fail(method, after):
         whole, calls = getattr(SequencePages, method), itertools.count(1)
 
-        def broken(pages, *args):
+        def broken(pages, *args, **options):
             if next(calls) == after:
                 for row in pages._rows:
                     row.layers = [Unreachable()] * len(row.layers)
-            return whole(pages, *args)
+            return whole(pages, *args, **options)
 
         monkeypatch.setattr(SequencePages, method, broken)
 
@@ -349,7 +351,7 @@ def test_host_memory_that_fails_is_an_error_and_no_text(failing, method, after):
     options["sampling"] = Sampling(temperature=1.5, top_k=20)
     failing(method, after)
     with pytest.raises(
-        KvjaxError, match=r"prompt 0: its pages could not be written or read again: .*fire"
+        KvjaxError, match=r"prompt \d: its pages could not be written or read again: .*fire"
     ) as error:
         generate(made(), prompts, **options)
     assert isinstance(error.value.__cause__, OSError)
@@ -376,7 +378,7 @@ def test_a_store_that_fails_or_stalls_while_decoding(monkeypatch, tmp_path, faul
         began = time.monotonic()
         for offset in range(3):
             state, _ = step(made(), call, state, rules, [row[offset] for row in given])
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # the longest wait is 0.2 s, compiling takes longer
         with pytest.raises(KvjaxError, match=r"page \d+ of layer 0, KV head [01]") as error:
             call.check()
     assert ("on fire" if fault == "fails" else "in time") in str(error.value)
