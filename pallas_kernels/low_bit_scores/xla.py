@@ -17,13 +17,13 @@ from jaxtyping import Array, BFloat16, Float, Float16, Float32, Int32
 
 from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
 
-BLOCK_TOKENS = 1024
-"""Tokens of each KV head that are unpacked and scored together, at most."""
+BLOCK_TOKENS = 8192
+"""Tokens that are unpacked and scored together, of all KV heads: a megabyte at head_dim 64."""
 
 BLOCK_SCORES = 2**20
 """Scores of a block, all KV heads together, where queries are many."""
 
-_RAISE = 2.0**100  # of queries, so that products with lowered offsets are normal numbers
+_RAISE = 2.0**100  # of queries (below 1e8), so that products with what is lowered are normal
 _LOWERED = 2.0**12  # what is left of 2**112
 
 
@@ -58,8 +58,9 @@ def low_bit_scores_xla(
     grouped = q.reshape(q.shape[0], kv_heads, -1, dim)
     pages = {name: _bits(each) for name, each in pages.items()}
     rows = 3 * kv_heads * grouped.shape[2] * (q.shape[0] if page_ids is None else 1)
-    tokens = min(BLOCK_TOKENS, BLOCK_SCORES // rows)
-    together = max(1, min(tokens // page_size, width))  # pages a block
+    tokens = min(BLOCK_TOKENS // kv_heads, BLOCK_SCORES // rows)
+    blocks = -(-width // max(tokens // page_size, 1))
+    together = -(-width // blocks)  # pages a block, which are about equal
     if page_ids is None:
         return _all_pages(grouped, pages, page_counts, together, bits, scale, soft_cap)
     return _listed_pages(grouped, pages, page_ids, page_counts, together, bits, scale, soft_cap)

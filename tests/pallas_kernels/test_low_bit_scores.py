@@ -167,7 +167,7 @@ def test_keys_of_a_sketch_score_as_the_keys_it_stands_for(implementation, bits):
 @pytest.mark.parametrize("implementation", ["reference", "xla"])  # kernels always get lists
 def test_without_lists_all_pages_are_scored_in_order(implementation, monkeypatch):
     """Up to each count, in blocks of which the last overlaps; what lies past it may be NaN."""
-    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 48)
+    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 100)
     arrays, _ = build(CASES[0])
     counts = jnp.asarray([[7, 7], [0, 1], [3, 3], [8, 0], [2, 6]], jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (5, 2, 8))
