@@ -55,8 +55,8 @@ def test_the_table_says_what_moved(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--window", "2"), "--window, --window-plan and --evict are of use with --select only"),
-        (("--window-plan", "f"), "--window, --window-plan and --evict are of use with --select"),
+        (("--window", "2"), "--window, --window-plan, --calibration and --evict are of use"),
+        (("--window-plan", "f"), "--window, --window-plan, --calibration and --evict are of use"),
         (
             ("--select", "mean", "--window", "3", "--window-plan", "f"),
             "error: --window is 3 and --window-plan is f: the plan says how many pages stay near",
