@@ -67,8 +67,9 @@ class ArrayReads:
       stored: the folder.
       grid: the segment's.
       first: the segment's page that is the array's first.
-      places: where each of these pages lies, if they are not in their own order.
-      count: told what is read, the array's extents and places [n].
+      page_places: int32 [layer groups, head groups, n], where each of these pages lies, if they are
+        not in their own order.
+      count: told what is read: the array's extents, and places [n] of units.
 
     Raises:
       SegmentError: the array's description is not what was written, or is no such array.
@@ -96,7 +97,10 @@ class ArrayReads:
             raise SegmentError(key, "foreign", str(error)) from error
 
     def read(self, units: np.ndarray) -> tuple[UnitGroup, list[int]]:
-        """Starts to read units [n, 4] of the segment's pages that are here, all in one batch.
+        """Starts to read units of the segment's pages that are here, all in one batch.
+
+        Args:
+          units: [n, 4], layer group, head group, kind and page of the segment.
 
         Returns:
           The read, and for each unit its row in it.
