@@ -32,7 +32,7 @@ from kvjax.model import Model
 from kvjax.policies import Place, Window, WindowPlan
 from kvjax.spec import pages_for
 
-CENTROIDS = (1, 2, 4, 8)
+CENTROIDS = (1, 2, 4)
 """Of those that the index has, how many times as many entries a centroid is tried with."""
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
