@@ -96,13 +96,15 @@ ALWAYS = 1 << 30
 @pytest.mark.parametrize("fault", ["fails", "never returns"])
 @pytest.mark.parametrize("after", [1, 5])
 def test_one_row_ends_and_the_others_are_unharmed(faulty, tmp_path, fault, after):
+    generate(tiny(), PROMPTS, cache=cache_in(tmp_path / "other"), **DRAW)  # compiles
     faulty(fault, after, ALWAYS)
     timeout_s = 0.5 if fault == "never returns" else 30.0
     began = time.monotonic()
+    cache = cache_in(tmp_path / "pages", timeout_s)
     with pytest.raises(RowsFailedError) as caught:
-        generate(tiny(), PROMPTS, cache=cache_in(tmp_path, timeout_s), **DRAW)
-    error, want = caught.value, undisturbed()
+        generate(tiny(), PROMPTS, cache=cache, **DRAW)
     assert time.monotonic() - began < 60
+    error, want = caught.value, undisturbed()
     assert list(error.failures) == [BAD]
     assert f"prompt {BAD}: page " in str(error)
     assert "of layer 0, KV head " in str(error)
