@@ -3,9 +3,9 @@
 Only a block's pages are unpacked, so memory does not grow with the lists, and time follows the
 pages there are. Without lists a block is a run of the pool's pages, which nobody gathers.
 
-What is unpacked is a code times its step, 8 significant bits, which bfloat16 holds exactly; float32
-queries are three bfloat16 each, of which every product is exact in float32. On a CPU that is half
-the memory of float32 keys, and a faster product.
+What is unpacked is a code times its step, 8 significant bits, which bfloat16 holds exactly. A few
+float32 queries are three bfloat16 each, of which every product is exact in float32: on a CPU that
+is half the memory of float32 keys, and a faster product. For many queries, keys are float32.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,9 @@ BLOCK_TOKENS = 8192
 
 BLOCK_SCORES = 2**20
 """Scores of a block, all KV heads together, where queries are many."""
+
+FEW = 32
+"""The most queries of a KV head that are taken apart."""
 
 _RAISE = 2.0**100  # of queries (below 1e8), so that products with what is lowered are normal
 _LOWERED = 2.0**12  # what is left of 2**112
@@ -57,8 +60,8 @@ def low_bit_scores_xla(
     width = num_pages if page_ids is None else page_ids.shape[2]
     grouped = q.reshape(q.shape[0], kv_heads, -1, dim)
     pages = {name: _bits(each) for name, each in pages.items()}
-    rows = 3 * kv_heads * grouped.shape[2] * (q.shape[0] if page_ids is None else 1)
-    tokens = min(BLOCK_TOKENS // kv_heads, BLOCK_SCORES // rows)
+    rows = grouped.shape[2] * (q.shape[0] if page_ids is None else 1)
+    tokens = min(BLOCK_TOKENS, BLOCK_SCORES // rows) // kv_heads
     blocks = -(-width // max(tokens // page_size, 1))
     together = -(-width // blocks)  # pages a block, which are about equal
     if page_ids is None:
@@ -78,19 +81,19 @@ def _all_pages(
     batch, kv_heads, group, dim = grouped.shape
     num_pages = pages["step"].shape[1]
     # All rows read each page at once.
-    parts = _parts(grouped.swapaxes(0, 1).reshape(kv_heads, batch * group, dim))
+    queries = grouped.swapaxes(0, 1).reshape(kv_heads, batch * group, dim)
 
     def visit(i: Int32[Array, ""], scores: Array) -> Array:
         start = jnp.minimum(i * together, num_pages - together)
         here = {
             name: lax.dynamic_slice_in_dim(each, start, together, 1) for name, each in pages.items()
         }
-        found = _block(parts, here, bits, scale, soft_cap)
+        found = _block(queries, here, bits, scale, soft_cap)
         scores = lax.dynamic_update_slice_in_dim(scores, found, start, 2)
         return scores
 
     if together == num_pages:
-        scores = _block(parts, pages, bits, scale, soft_cap)
+        scores = _block(queries, pages, bits, scale, soft_cap)
     else:
         blocks = (jnp.max(page_counts) + (together - 1)) // together
         empty: Array = jnp.zeros((kv_heads, batch * group, num_pages), jnp.float32)
@@ -125,7 +128,7 @@ def _listed_pages(
     def visit(i: Int32[Array, ""], scores: Array) -> Array:
         block = order[i]
         here = {name: each.at[rows[block]].get(mode="clip") for name, each in flat.items()}
-        found = _block(_parts(grouped[block // columns]), here, bits, scale, soft_cap)
+        found = _block(grouped[block // columns], here, bits, scale, soft_cap)
         scores = lax.dynamic_update_index_in_dim(scores, found, block, 0)
         return scores
 
@@ -136,28 +139,30 @@ def _listed_pages(
 
 
 def _block(
-    parts: BFloat16[Array, "Hkv R3 D"],
+    queries: Float[Array, "Hkv R D"],
     pages: Mapping[str, Array],
     bits: int,
     scale: float,
     soft_cap: float | None,
 ) -> Float32[Array, "Hkv R n"]:
-    """Scores of n pages, each KV head's own, by the queries that `parts` are of."""
-    kv_heads, count, dim = pages["step"].shape
+    """Scores of n pages, each KV head's own."""
+    (kv_heads, count, dim), rows = pages["step"].shape, queries.shape[1]
+    asked = _raised(queries)
     unit = lax.bitcast_convert_type(pages["unit"], jnp.bfloat16).astype(jnp.float32)
     step, middle = (float8_values(pages[name].astype(jnp.int32)) for name in ("step", "middle"))
     width = lax.optimization_barrier(step.astype(jnp.float16))  # or each token decodes it again
     offsets = unpack(pages, bits).astype(jnp.float16) * width[:, :, None]
-    found = _dot(_lowered(offsets).reshape(kv_heads, -1, dim), parts)
-    found = _whole(found.reshape(kv_heads, count, -1, parts.shape[1]))
-    once = _whole(_dot(_upper(jnp.concatenate([middle, step], axis=1) / _RAISE), parts))
+    found = _dot(_lowered(offsets).reshape(kv_heads, -1, dim), asked, rows)
+    once = _dot(_upper(jnp.concatenate([middle, step], axis=1) / _RAISE), asked, rows)
     once = once[:, :count] * unit[..., 1:] - once[:, count:] * unit[..., :1] * (2**bits - 1) / 2
-    found = found * (unit[..., :1] * _LOWERED)[:, :, None] + once[:, :, None]
-    # Pages last: sums over their tokens then run over a major axis.
-    found = found.transpose(0, 3, 2, 1) * scale
+    found = found.reshape(kv_heads, count, -1, rows) * (unit[..., :1] * _LOWERED)[:, :, None]
+    found = (found + once[:, :, None]) * scale
     if soft_cap is not None:
         found = soft_cap * jnp.tanh(found / soft_cap)
-    found = lax.optimization_barrier(found)
+    if rows > FEW:
+        return jax.nn.logsumexp(found, axis=2).swapaxes(1, 2)
+    # Pages last, so that there is something to vectorize.
+    found = lax.optimization_barrier(found.transpose(0, 3, 2, 1))
     scores: Array = jax.nn.logsumexp(found, axis=2)
     return scores
 
@@ -183,22 +188,29 @@ def _lowered(values: Float16[Array, "..."]) -> BFloat16[Array, "..."]:
     return lax.bitcast_convert_type(shifted, jnp.bfloat16)
 
 
-def _parts(queries: Float[Array, "Hkv R D"]) -> BFloat16[Array, "Hkv R3 D"]:
-    """Three numbers that add up to each query's times `_RAISE`, 8 significant bits a part."""
+def _raised(queries: Float[Array, "Hkv R D"]) -> Float[Array, "Hkv parts D"]:
+    """Queries times `_RAISE`; few of them as three bfloat16 numbers that add up to each."""
     rest, parts = queries.astype(jnp.float32) * _RAISE, []
+    if queries.shape[1] > FEW:
+        return rest
     for _ in range(3):
         parts.append(_upper(rest))
         rest = rest - parts[-1].astype(jnp.float32)
     return jnp.concatenate(parts, axis=1)
 
 
-def _whole(products: Float32[Array, "*shape R3"]) -> Float32[Array, "*shape R"]:
-    """What a query's three parts make together."""
-    high, mid, low = jnp.split(products, 3, axis=-1)
-    return (low + mid) + high
-
-
 def _dot(
-    keys: BFloat16[Array, "Hkv T D"], parts: BFloat16[Array, "Hkv R3 D"]
-) -> Float32[Array, "Hkv T R3"]:
-    return jnp.einsum("htd,hrd->htr", keys, parts, preferred_element_type=jnp.float32)
+    keys: BFloat16[Array, "Hkv T D"], asked: Float[Array, "Hkv parts D"], rows: int
+) -> Float32[Array, "Hkv T R"]:
+    """Products with what `_raised` made of R queries."""
+    products: Array = jnp.einsum(
+        "htd,hrd->htr",
+        keys.astype(asked.dtype),
+        asked,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    if asked.shape[1] == rows:
+        return products
+    high, mid, low = jnp.split(products, 3, axis=2)
+    return (low + mid) + high

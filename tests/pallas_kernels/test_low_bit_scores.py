@@ -231,6 +231,14 @@ def test_blocks_without_pages_are_not_visited(monkeypatch):
     np.testing.assert_allclose(scores, wanted, 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_many_queries_score_as_few(case, monkeypatch):
+    monkeypatch.setattr(in_xla, "FEW", 0)
+    arrays, wanted = batch_and_answer(case)
+    scores = run("xla", arrays, **options_of(case))
+    np.testing.assert_allclose(scores, wanted, 1e-5, 1e-5)
+
+
 def test_lists_that_exceed_scalar_memory_are_split(monkeypatch):
     arrays, wanted = batch_and_answer(CASES[0])
     monkeypatch.setattr(tpu, "SCALAR_WORDS", 3 * (tpu.BLOCK_PAGES + 1))
