@@ -17,8 +17,8 @@ from jaxtyping import Array, BFloat16, Float, Float16, Float32, Int32
 
 from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
 
-BLOCK_TOKENS = 8192
-"""Tokens that are unpacked and scored together, of all KV heads: a megabyte at head_dim 64."""
+BLOCK_TOKENS = 4096
+"""Tokens that are unpacked and scored together, of all KV heads: half a megabyte at head_dim 64."""
 
 BLOCK_SCORES = 2**20
 """Scores of a block, all KV heads together, where queries are many."""
