@@ -20,7 +20,8 @@ class Plan(NamedTuple):
     """The blocks to visit, one sequence's after the other's. Layers share it, and XLA sees that.
 
     Attributes:
-        pages: int32 [items, Hkv or 1, pages], what to gather; 1 if all KV heads read the same.
+        pages: int32 [items, Hkv or 1, pages], what to gather; 1 if all KV heads read the same. Of
+            a pool with one KV head any number of lists, each with queries of its own.
         row: int32 [items], whose it is.
         column: int32 [items], which block of its row.
         length: int32 scalar, how many items are real.
@@ -45,7 +46,7 @@ def attend_blocks(
     k_pages: Float[Array, "N Hkv P D"],
     v_pages: Float[Array, "N Hkv P Dv"],
     plan: Plan,
-    visible: Callable[[Int32[Array, ""]], Bool[Array, "#Hkv tokens"]],
+    visible: Callable[[Int32[Array, ""]], Bool[Array, "heads tokens"]],
     *,
     columns: int,
     scale: float,
@@ -57,7 +58,7 @@ def attend_blocks(
 
     Args:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
+        k_pages: [N, Hkv, P, D]; with one head, Hkv elsewhere is the number of a block's lists.
         v_pages: [N, Hkv, P, Dv].
         plan: the blocks; those it leaves out count as hidden.
         visible: from an item to which of its block's tokens count, for each KV head or for all.
@@ -71,7 +72,7 @@ def attend_blocks(
         The `AttentionOutput`, T = B.
     """
     batch, query_heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
+    kv_heads = max(k_pages.shape[1], plan.pages.shape[1])
     groups = query_heads // kv_heads
     pages = plan.pages.shape[2] if page_stats else 1
     f32 = jnp.float32

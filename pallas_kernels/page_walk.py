@@ -52,8 +52,8 @@ def block_span(
 
 def gather_heads(
     pool: Float[Array, "N Hkv P D"],
-    pages: Int32[Array, " pages"] | Int32[Array, "#Hkv pages"],
-) -> Float[Array, "Hkv tokens D"]:
+    pages: Int32[Array, " pages"] | Int32[Array, "lists pages"],
+) -> Float[Array, "heads tokens D"]:
     """Fetch pages so that each KV head's tokens lie one after the other.
 
     One head's page is contiguous in the pool, so this is a gather of long rows: XLA copies each
@@ -61,11 +61,11 @@ def gather_heads(
 
     Args:
         pool: [N, Hkv, P, D].
-        pages: int32 [pages], ids, or [Hkv, pages] where each KV head has its own; N or more reads
-            some page of the pool, to be hidden.
+        pages: int32 [pages], ids, or [Hkv, pages] where each KV head has its own, or [lists, pages]
+            of a pool with one KV head; N or more reads some page of the pool, to be hidden.
 
     Returns:
-        [Hkv, pages * P, D].
+        [Hkv or lists, pages * P, D].
     """
     count, heads, size, dim = pool.shape
     pages = pages.reshape(-1, pages.shape[-1])
@@ -74,7 +74,7 @@ def gather_heads(
     # gather, and not the whole pool, ahead of the loop or shared with another one's conversion.
     pool, rows = lax.optimization_barrier((pool, rows))
     taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
-    return taken.reshape(heads, pages.shape[1] * size, dim)
+    return taken.reshape(rows.shape[0], pages.shape[1] * size, dim)
 
 
 def scores_of(

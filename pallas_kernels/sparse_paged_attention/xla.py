@@ -1,15 +1,20 @@
 """Sparse paged attention in plain XLA: a loop over the blocks of the lists that hold anything.
 
-A block is a run of columns of one sequence's lists, all KV heads together. Blocks without a token
+A block is a run of columns of one sequence's lists, all KV heads together; where the pool has one
+KV head, those of a few sequences, so that short lists are not a block each. Blocks without a token
 are not visited, wherever in the lists they stand, so time follows what is listed and not K. Each
 block leaves a partial softmax, as in `paged_attention`.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.block_walk import BLOCK_TOKENS, Plan, attend_blocks
 from kvjax.pallas_kernels.output import AttentionOutput
+
+TOGETHER = 4
+"""Most sequences whose lists share a block, where the pool has one KV head."""
 
 
 def sparse_paged_attention_xla(
@@ -41,6 +46,13 @@ def sparse_paged_attention_xla(
         The `AttentionOutput`, T = B.
     """
     page_size = k_pages.shape[2]
+    rows, query_heads, head_dim = q.shape
+    if k_pages.shape[1] == 1:
+        together = next(n for n in range(TOGETHER, 0, -1) if rows % n == 0)
+        lists = (rows // together, together, page_ids.shape[2])
+        q = q.reshape(lists[0], together * query_heads, head_dim)
+        page_ids, page_tokens = page_ids.reshape(lists), page_tokens.reshape(lists)
+        sink_logits = None if sink_logits is None else jnp.tile(sink_logits, together)
     batch, kv_heads, width = page_ids.shape
     pages = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
     columns = -(-width // pages)
@@ -77,8 +89,11 @@ def sparse_paged_attention_xla(
         sink_logits=sink_logits,
         page_stats=page_stats,
     )
-    if result.page_max is None or result.page_sum is None:
-        return result
-    return result._replace(
-        page_max=result.page_max[:, :, :width], page_sum=result.page_sum[:, :, :width]
+    if result.page_max is not None and result.page_sum is not None:
+        result = result._replace(
+            page_max=result.page_max[:, :, :width], page_sum=result.page_sum[:, :, :width]
+        )
+    by_row: AttentionOutput = jax.tree.map(
+        lambda x: x.reshape(rows, query_heads, *x.shape[2:]), result
     )
+    return by_row
