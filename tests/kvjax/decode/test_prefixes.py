@@ -360,7 +360,7 @@ def test_a_store_that_does_not_answer_is_measured_no_longer_than_a_read_may_take
     config = dataclasses.replace(LOAD, load_policy="auto", timeout_s=0.5)
     prefixes = stored(tmp_path, model, ids, config)
     promise, future = ts.Promise.new()
-    monkeypatch.setattr("kvjax.storage.segment.read_places", lambda *_: future)
+    monkeypatch.setattr("kvjax.storage.stored_array.read_places", lambda *_: future)
     began = time.monotonic()
     tokens, stats = answer(model, ids, prefixes)
     assert (tokens, stats) == (plain, None)
