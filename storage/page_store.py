@@ -38,6 +38,7 @@ from kvjax.storage.eviction import victims
 from kvjax.storage.keys import Identity, token_array
 from kvjax.storage.layout import Layout
 from kvjax.storage.marker import check_marker
+from kvjax.storage.page_order import PAGE_PLACES
 from kvjax.storage.prefix_index import Entry
 from kvjax.storage.segment import Segment, SegmentInfo
 from kvjax.storage.segment_writer import Beginning, draft, write_segment
@@ -181,7 +182,7 @@ class PageStore:
         while True:
             new = draft(identity, tokens, k, v, layout, arrays, label, after)
             key = new.manifest.key
-            stored = self._stored(key, arrays)
+            stored = self._stored(key, arrays, after)
             if isinstance(stored, SegmentInfo):
                 return stored
             if stored is not arrays:
@@ -404,7 +405,8 @@ class PageStore:
     def gc(self, *, min_age_s: float = GC_AGE_S) -> Freed:
         """Removes data that no manifest names, and manifests that cannot be read any more.
 
-        Manifests of another version, and what they name, are left alone.
+        Manifests of another version, and what they name, are left alone; since that may be any
+        data, none is removed while there is such a manifest, or one that cannot be read just now.
 
         Args:
           min_age_s: seconds since writing began before data counts as left behind. A writer that
@@ -461,7 +463,7 @@ class PageStore:
         return segment
 
     def _stored(
-        self, key: str, arrays: dict[str, np.ndarray]
+        self, key: str, arrays: dict[str, np.ndarray], after: Beginning | None
     ) -> SegmentInfo | dict[str, np.ndarray]:
         """A sound segment that has sketches of these names, or what one must have in its place.
 
@@ -476,7 +478,10 @@ class PageStore:
                 condemned = self._catalog.condemned(entry)
                 if arrays.keys() <= segment.sketch_names and not condemned:
                     return segment.info
-                for name in segment.sketch_names - (arrays.keys() if condemned else set()):
+                names = set(segment.sketch_names - (arrays.keys() if condemned else set()))
+                if after is not None or len(segment.arrays) > 1:
+                    names.discard(PAGE_PLACES)  # they are of other folders than those to come
+                for name in names:
                     try:
                         kept[name] = segment.sketch(name)
                     except SegmentError as miss:

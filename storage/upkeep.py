@@ -1,6 +1,5 @@
 """Finding damage in a store, and removing what nothing leads to."""
 
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -103,7 +102,8 @@ def collect_garbage(
         if blobs.delete_if(manifest_name(key), damage.generation):  # or it was repaired meanwhile
             catalog.forget(key)
             segments += 1
-    kept = in_use | _named_now(catalog)
+    named = _named_now(catalog)
+    kept = set(folders) if named is None else in_use | named
     for folder in folders:
         if folder not in kept and _left_behind(folder, catalog, min_age_s):
             freed += blobs.size(f"data/{folder}/") or 0
@@ -117,12 +117,19 @@ def collect_garbage(
     return Freed(segments, freed)
 
 
-def _named_now(catalog: Catalog) -> set[str]:
-    """Folders that manifests lead to, read anew: what is known of them may be old."""
+def _named_now(catalog: Catalog) -> set[str] | None:
+    """Folders that manifests lead to, read anew: what is known of them may be old.
+
+    None if that cannot be told of one, which may share the pages of any: a device that fails, or
+    another version.
+    """
     found: set[str] = set()
     for key in catalog.names():
-        with contextlib.suppress(SegmentError):
+        try:
             found.update(catalog.get(key).manifest.folders)
+        except SegmentError as miss:
+            if miss.reason in ("io", "version"):
+                return None
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.storage import manifest as manifests
+from kvjax.storage.blobs import Blobs
 from kvjax.storage.errors import SegmentError, StoreError
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_order import PAGE_PLACES
@@ -227,6 +228,31 @@ def test_places_of_pages_are_those_of_each_folder(tmp_path):
         assert not store.verify()
 
 
+@pytest.mark.parametrize("condemned", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_is_written_anew_forgets_where_pages_lay_in_several_folders(
+    tmp_path, shares, condemned
+):
+    store = PageStore.open(tmp_path)
+    backwards = np.tile(np.arange(N, dtype=np.int32)[::-1], (2, 2, 1))
+    first = put(store, sketches={PAGE_PLACES: backwards})
+    former = put_after(store)
+    if condemned:
+        store.report(former.key, "checksum", former.created)
+    with store.open_segment(first.key) as segment, store.open_segment(former.key) as old:
+        again = store.put(
+            IDENTITY,
+            old.tokens,
+            *pages_of(*((9, MORE),) if shares else ((0, N), (9, MORE))),
+            layout=LAYOUT,
+            sketches={"mean": np.zeros(1, np.float32)},
+            after=Beginning(segment, N) if shares else None,
+        )
+    assert again.key == former.key
+    assert again.created > former.created
+    assert_is(store, again, (0, N), (9, MORE))
+
+
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     store = PageStore.open(tmp_path)
     first = put(store)
@@ -292,6 +318,23 @@ def test_a_manifest_that_lies_about_shared_pages_is_a_miss(tmp_path, field, valu
     with pytest.raises(SegmentError) as caught:
         PageStore.open(tmp_path).open_segment(info.key)
     assert caught.value.reason == "foreign"
+
+
+def test_gc_leaves_shared_pages_while_a_manifest_cannot_be_read(tmp_path, monkeypatch):
+    store = PageStore.open(tmp_path)
+    first, read = put(store), Blobs.read
+    second = put_after(store)
+    store.remove(first.key)
+
+    def failing(blobs, name, known=None):
+        if name == f"segments/{second.key}.json":
+            raise StoreError(5, "Input/output error")
+        return read(blobs, name, known)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Blobs, "read", failing)
+        assert PageStore.open(tmp_path).gc(min_age_s=0).segments == 0
+    assert_is(PageStore.open(tmp_path), second, (0, N), (9, MORE))
 
 
 def test_requests_are_counted_over_all_folders(tmp_path):
