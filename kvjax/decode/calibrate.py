@@ -182,7 +182,7 @@ class _Run:
         shapes, steps = self.shapes(cache), len(self.given[0])
         layers, heads = len(shapes.slots), len(shapes.slots[0])
         a_page = shapes.spec.bytes_per_page(shapes.page_size) // (layers * heads)
-        profile = profile_windows(self.model, self.prompts, cache, new_tokens=steps)
+        profile = profile_windows(self.model, self.prompts, cache, new_tokens=steps + 1)
         device_bytes = a_page * sum(map(sum, shapes.slots))
         return plan_windows(profile, self.model, cache, device_bytes=device_bytes)
 
@@ -254,7 +254,7 @@ def _trial(
 
 def _fewest(trials: list[Trial]) -> int:
     """The most entries a centroid that are as good as any."""
-    least = min(trial.kl or 0.0 for trial in trials)
+    least = max(min(trial.kl or 0.0 for trial in trials), 0.0)  # rounding may be below 0
     return int(max(t.value for t in trials if (t.kl or 0.0) <= TOLERATED * least))
 
 

@@ -90,8 +90,9 @@ class Calibration:
             select = dataclasses.replace(
                 select, by=with_centroids(select.index(), self.per_centroid)
             )
-        window = dataclasses.replace(window, times=self.times)
-        if self.slots is not None:
+        if self.slots is None:
+            window = dataclasses.replace(window, times=self.times, plan=None)
+        else:
             plan = WindowPlan(self.slots, self.model, self.page_size)
             window = dataclasses.replace(window, times=Window.times, plan=plan)
         place = dataclasses.replace(cache.place, micro_batches=self.micro_batches)

@@ -14,7 +14,7 @@ from kvjax.decode.calibration import with_centroids
 from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
-from kvjax.policies import Hierarchical, Place, RetroInfer, Select, Window
+from kvjax.policies import Hierarchical, Place, RetroInfer, Select, Window, WindowPlan
 from kvjax.policies.sealed import digest
 from tests.kvjax.decode.tiny import attention, config, model, prompt
 
@@ -109,6 +109,7 @@ def test_the_fewest_good_centroids_are_taken():
     ]
     assert trials._fewest(tried) == 2
     assert trials._fewest([dataclasses.replace(t, kl=0.0) for t in tried]) == 4
+    assert trials._fewest([dataclasses.replace(t, kl=-1e-9) for t in tried]) == 4
 
 
 def test_parts_must_pay():
@@ -159,6 +160,10 @@ def test_a_calibration_is_of_tiers():
     applied = FOUND.apply(CACHE)
     assert applied.window == Window(times=2.0)
     assert applied.place == Place(micro_batches=2)
+    planned = dataclasses.replace(CACHE, window=Window(plan="former.json"))
+    assert FOUND.apply(planned).window == Window(times=2.0)
+    slots = dataclasses.replace(FOUND, slots=((3,),)).apply(planned).window
+    assert slots == Window(plan=WindowPlan(((3,),), FOUND.model, FOUND.page_size))
     other = dataclasses.replace(FOUND, per_centroid=4)
     with pytest.raises(KvjaxError, match=r"4 entries a centroid.*no centroids"):
         other.apply(CACHE)
