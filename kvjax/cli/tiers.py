@@ -26,11 +26,15 @@ class TierOptions:
       select: how; None reads all pages in every step.
       window: what stays near.
       calibration: a file of `kvjax calibrate tiers`, or None.
+      order: how pages lie in the store's files.
+      keep_generated: whether the answer's pages join the store.
     """
 
     select: Select | None
     window: Window
     calibration: pathlib.Path | None = None
+    order: str = Place.order
+    keep_generated: bool = Place.keep_generated
 
 
 def tier_options(
@@ -83,6 +87,22 @@ def tier_options(
             show_default=False,
         ),
     ] = None,
+    page_order: Annotated[
+        str,
+        typer.Option(
+            help="How pages lie in --store: by position, or by cluster, near keys next to each "
+            "other.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Place.order,
+    keep_generated: Annotated[
+        bool,
+        typer.Option(
+            "--keep-generated",
+            help="Store the answer's pages too, for prompts that go on; needs --step-budget 100%.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Place.keep_generated,
 ) -> TierOptions:
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
@@ -109,7 +129,7 @@ def tier_options(
         )
     times = Window.times if window is None else window
     kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
-    return TierOptions(chosen, kept, calibration)
+    return TierOptions(chosen, kept, calibration, page_order, keep_generated)
 
 
 def with_tiers(
@@ -131,10 +151,11 @@ def with_tiers(
       KvjaxError: they do not go together.
     """
     if tiers.select is None:
-        if tiers.window != Window() or tiers.calibration is not None:
+        if tiers != TierOptions(None, Window()):
             raise KvjaxError(
-                "--window, --window-plan, --calibration and --evict are of use with --select only: "
-                "say what selects the pages, such as --select low-bit"
+                "--window, --window-plan, --calibration, --page-order, --keep-generated and "
+                "--evict are of use with --select only: say what selects the pages, such as "
+                "--select low-bit"
             )
         return cache
     default = PrefixConfig()
@@ -160,6 +181,8 @@ def with_tiers(
         host_bytes=None if store is None else host_bytes,
         store=store,
         timeout_s=config.timeout_s,
+        order=tiers.order,  # type: ignore[arg-type]  # Place refuses
+        keep_generated=tiers.keep_generated,
     )
     select = dataclasses.replace(tiers.select, bits=config.bits)
     return dataclasses.replace(cache, select=select, window=tiers.window, place=place)

@@ -45,6 +45,18 @@ def test_all_pages_selected_are_the_plain_answer(run, folder):
     assert plain["stats"]["tiers"] is None
 
 
+def test_an_answer_is_kept_and_pages_lie_by_cluster(run, folder):
+    usual = ("--page-size", "8", "-n", "17", "--json")
+    tiers = ("--select", "mean", "--step-budget", "100%", *usual)
+    where = ("--store", folder / "kept", "--page-order", "cluster", "--keep-generated")
+    stored = answer(run(DOCUMENT, *tiers, *where))
+    assert stored["text"] == answer(run(DOCUMENT, *usual))["text"]
+    kept = stored["stats"]["tiers"]["store"]
+    assert kept["not_kept"] is None
+    assert kept["pages_kept"] == 2
+    assert len(PageStore.open(folder / "kept").segments()) == 2
+
+
 def test_the_table_says_what_moved(run):
     result = run(DOCUMENT, "--select", "mean", "--step-budget", "2 pages", "--window", "0")
     assert result.exit_code == 0, result.output
@@ -55,13 +67,17 @@ def test_the_table_says_what_moved(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--window", "2"), "--window, --window-plan, --calibration and --evict are of use"),
-        (("--window-plan", "f"), "--window, --window-plan, --calibration and --evict are of use"),
+        (("--window", "2"), "--page-order, --keep-generated and --evict are of use"),
+        (("--window-plan", "f"), "--page-order, --keep-generated and --evict are of use"),
         (
             ("--select", "mean", "--window", "3", "--window-plan", "f"),
             "error: --window is 3 and --window-plan is f: the plan says how many pages stay near",
         ),
         (("--select", "mean", "--window-plan", "no/f"), "window plan no/f does not exist: give"),
+        (("--keep-generated",), "--page-order, --keep-generated and --evict are of use"),
+        (("--select", "mean", "--keep-generated"), "--keep-generated needs --store: name a store"),
+        (("--select", "mean", "--page-order", "luck"), "--page-order is 'luck': must be one of"),
+        (("--select", "mean", "--page-order", "cluster"), "and --store is not given: it is that"),
         (("--step-budget", "5%"), "--step-budget is of use with --select only"),
         (("--device-budget", "64MB"), "--device-budget is 64000000, which is of stored prefixes"),
         (("--host-budget", "64MB"), "give --prefix, --store or --select too, or leave it out"),
