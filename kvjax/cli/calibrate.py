@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from kvjax.cli.running import open_model
 from kvjax.config import CacheConfig
 from kvjax.decode import Calibration, PrefixConfig, Trial
 from kvjax.errors import KvjaxError
-from kvjax.policies import Select
+from kvjax.policies import Select, Window
 
 app = typer.Typer(no_args_is_help=True, help="Choose settings for this machine by short runs.")
 
@@ -70,6 +71,9 @@ def calibrate_tiers(
     """
     if selected.calibration is not None:
         raise KvjaxError("--calibration is what this makes: name a new file with --output")
+    if dataclasses.replace(selected.window, evict=Window.evict) != Window():
+        raise KvjaxError("--window and --window-plan are what this chooses: leave them out")
+    _check_output(output)
     select = selected.select or Select()
     selected = dataclasses.replace(selected, select=select)
     cache = tiers.with_tiers(cache, selected, config, store=store)
@@ -91,6 +95,20 @@ def calibrate_tiers(
         return
     _show(found)
     note(f"use with: kvjax generate --select {select.by} --calibration {output} ...")
+
+
+def _check_output(path: Path) -> None:
+    """Refuse, minutes before it is needed, a file that cannot be written.
+
+    Raises:
+      KvjaxError: it is a folder.
+      OSError: its folder takes no files.
+    """
+    if path.is_dir():
+        raise KvjaxError(f"--output is {path}, a folder: name a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def _show(found: Calibration) -> None:

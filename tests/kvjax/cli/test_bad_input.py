@@ -57,6 +57,10 @@ CASES = [
     ("generate abc --system x --model tiny.gguf", "--system needs --chat"),
     ("generate abc --stop xyz --model tiny.gguf", "--stop 'xyz' is 3 tokens"),
     ("generate abc --stop 9999 --model tiny.gguf", "token id 9999"),
+    # calibrate: what is refused before minutes of work
+    ("calibrate tiers long.txt -o folder --model tiny.gguf", "--output is folder, a folder"),
+    ("calibrate tiers long.txt -o one.json/x.json --model tiny.gguf", "one.json"),
+    ("calibrate tiers long.txt -o x.json --window 2 --model tiny.gguf", "--window-plan are what"),
     # generate: numbers
     ("generate abc --max-new-tokens 0 --model tiny.gguf", "--max-new-tokens is 0"),
     ("generate abc --max-new-tokens -5 --model tiny.gguf", "--max-new-tokens is -5"),
