@@ -174,8 +174,13 @@ class Catalog:
             now = self.index.entries.get(entry.manifest.key)
             return now is not None and now.generation == entry.generation
 
-    def condemn(self, key: str, created: float) -> list[str]:
+    def condemn(self, key: str, created: float, page: int | None) -> list[str]:
         """Data of the segment that was created then is damaged, though its manifest is whole.
+
+        Args:
+          key: the segment's.
+          created: seconds since 1970.
+          page: one of its pages that is damaged; None if it is not known which are.
 
         Returns:
           Keys of the segments that this is said of: those that share pages with it too.
@@ -185,7 +190,8 @@ class Catalog:
             entries = self.index.entries
             if key not in entries or entries[key].manifest.created != created:
                 return []
-            folders = entries[key].manifest.folders.keys()
+            manifest = entries[key].manifest
+            folders = set(manifest.folders) if page is None else {manifest.folder_of(page)}
             keys = [x for x, entry in entries.items() if folders & entry.manifest.folders.keys()]
             self._condemned.update((x, entries[x].manifest.created) for x in keys)
             return keys

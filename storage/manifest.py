@@ -9,6 +9,7 @@ written by something else is noticed when it is read.
 import base64
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -73,6 +74,15 @@ class Manifest:
     def folders(self) -> dict[str, int]:
         """Bytes of every folder that it needs, by name."""
         return {array.folder: array.data_bytes for array in self.arrays}
+
+    def folder_of(self, page: int) -> str:
+        """Where one of its pages lies.
+
+        Args:
+          page: 0 to N - 1.
+        """
+        ends = itertools.accumulate(array.pages for array in self.arrays)
+        return next(x.folder for x, end in zip(self.arrays, ends, strict=True) if page < end)
 
     @property
     def sketch_names(self) -> frozenset[str]:

@@ -257,22 +257,32 @@ class PageStore:
             self._misses.update(misses)
         return match
 
-    def report(self, key: str, reason: Reason, created: float, *, remove: bool = False) -> None:
+    def report(
+        self,
+        key: str,
+        reason: Reason,
+        created: float,
+        *,
+        page: int | None = None,
+        remove: bool = False,
+    ) -> None:
         """Takes note of a fault that a reader of an open segment met; counted as a miss.
 
         What does not pass by itself (see `errors.DAMAGED`) condemns the segment and those that
-        share pages with it: this process does not find them any more, and `put` of the same pages
-        writes them anew. Other processes find out by themselves.
+        share the damaged folder: this process does not find them any more, and `put` of the same
+        pages writes them anew. Other processes find out by themselves.
 
         Args:
           key: the segment's, as in its `SegmentInfo`.
           reason: of the `UnitError` or `SegmentError`, or "timeout".
           created: the segment's, as in its `SegmentInfo`: one written since is not meant.
+          page: the segment's that could not be read; None counts all its folders as damaged.
           remove: whether what is condemned is removed, where it can be.
         """
         with self._lock:
             self._misses[reason] += 1
-        for other in self._catalog.condemn(key, created) if reason in DAMAGED else ():
+        damaged = self._catalog.condemn(key, created, page) if reason in DAMAGED else ()
+        for other in damaged:
             with contextlib.suppress(SegmentError, StoreError):  # it may be gone already
                 if remove:
                     self.remove(other)

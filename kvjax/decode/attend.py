@@ -54,7 +54,7 @@ def decode_attend(
         out = merged(old, attend_token(config, layer, q, k, v)).out
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
-        # logits are NaN too, and end the run.)
+        # logits are NaN too, and end it.)
         page, offset = slots
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))

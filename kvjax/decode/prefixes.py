@@ -378,7 +378,8 @@ class PrefixCache:
             fault = fault.__cause__
         late = isinstance(error, TimeoutError) or getattr(error, "reason", "") == "timeout"
         reason: Reason = "timeout" if late else "io" if fault is None else fault.reason
-        self.store.report(info.key, reason, info.created, remove=remove)
+        page = fault.unit[3] if isinstance(fault, UnitError) else None
+        self.store.report(info.key, reason, info.created, page=page, remove=remove)
         return reason
 
     def _failed(self, error: BaseException, info: SegmentInfo | None) -> NotLoaded:

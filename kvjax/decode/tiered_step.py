@@ -123,7 +123,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
             fetched = jnp.concatenate(collected, axis=1) if collected[1:] else collected[0]
             parts.append(_attend_fetched(step, layer, q, fetched, chosen))
         out = merged(*parts)
-        # A row whose attention is NaN writes nothing; its logits are NaN too, and end the run.
+        # A row whose attention is NaN writes nothing; its logits are NaN too, and end it.
         sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
         near, taken = _admitted(step, layer, cache, chosen)
         taken = jnp.where(sound[:, None, None], taken, shapes.most_slots(layer))

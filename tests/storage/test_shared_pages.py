@@ -208,6 +208,18 @@ def test_what_is_damaged_is_damaged_for_all_who_share_it(tmp_path):
     assert_is(store, first, (0, N))
 
 
+def test_damage_of_pages_that_are_not_shared_condemns_nobody_else(tmp_path):
+    store = PageStore.open(tmp_path)
+    first = put(store)
+    second = put_after(store)
+    store.report(second.key, "checksum", second.created, page=N, remove=True)
+    assert [info.key for info in store.segments()] == [first.key]
+    assert_is(store, first, (0, N))
+    second = put_after(store)
+    store.report(second.key, "checksum", second.created, page=N - 1, remove=True)
+    assert store.segments() == []
+
+
 def test_places_of_pages_are_those_of_each_folder(tmp_path):
     """In an order of their own, in both, in one, in the other."""
     random = np.random.default_rng(0)
