@@ -40,7 +40,7 @@ from kvjax.storage.layout import Layout
 from kvjax.storage.marker import check_marker
 from kvjax.storage.page_order import PAGE_PLACES
 from kvjax.storage.prefix_index import Entry
-from kvjax.storage.segment import Segment, SegmentInfo
+from kvjax.storage.segment import Segment, SegmentInfo, info_of
 from kvjax.storage.segment_writer import Beginning, draft, write_segment
 from kvjax.storage.store_stats import StoreStats
 from kvjax.storage.upkeep import Finding, Freed, collect_garbage, verify
@@ -512,22 +512,7 @@ class PageStore:
                 self._misses[miss.reason] += 1
 
     def _info(self, entry: Entry) -> SegmentInfo:
-        manifest, grid = entry.manifest, entry.manifest.grid
-        use = self._usage.get(manifest.key)
-        return SegmentInfo(
-            key=manifest.key,
-            identity=manifest.identity,
-            label=manifest.label,
-            layout=grid.layout,
-            dtype=grid.dtype,
-            shape=(grid.layers, grid.pages, grid.heads, grid.layout.page_size, grid.head_dim),
-            tokens=len(manifest.tokens),
-            bytes=entry.bytes,
-            sketch_bytes=sum(sketch.bytes for sketch in manifest.sketches),
-            created=manifest.created,
-            last_used=max(manifest.created, use.last_used),
-            hits=use.hits,
-        )
+        return info_of(entry, self._usage.get(entry.manifest.key))
 
     @contextlib.contextmanager
     def _room(self, wanted: int, key: str) -> Iterator[None]:

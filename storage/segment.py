@@ -12,9 +12,11 @@ from kvjax.storage.keys import Identity
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 from kvjax.storage.manifest import Manifest, SketchEntry
 from kvjax.storage.page_order import PAGE_PLACES, are_places
+from kvjax.storage.prefix_index import Entry
 from kvjax.storage.stored_array import ArrayReads, checked_blob
 from kvjax.storage.unit_array import bytes_of_read, requests_of_read
 from kvjax.storage.unit_read import UnitRead
+from kvjax.storage.usage import Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,30 @@ class SegmentInfo:
     created: float  # seconds since 1970
     last_used: float  # seconds since 1970: created, or the last find
     hits: int  # how often find returned it
+
+
+def info_of(entry: Entry, use: Use) -> SegmentInfo:
+    """What is known of a published segment.
+
+    Args:
+      entry: the segment.
+      use: of it.
+    """
+    manifest, grid = entry.manifest, entry.manifest.grid
+    return SegmentInfo(
+        key=manifest.key,
+        identity=manifest.identity,
+        label=manifest.label,
+        layout=grid.layout,
+        dtype=grid.dtype,
+        shape=(grid.layers, grid.pages, grid.heads, grid.layout.page_size, grid.head_dim),
+        tokens=len(manifest.tokens),
+        bytes=entry.bytes,
+        sketch_bytes=sum(sketch.bytes for sketch in manifest.sketches),
+        created=manifest.created,
+        last_used=max(manifest.created, use.last_used),
+        hits=use.hits,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The pages of sequences that are being decoded, for a compiled program: in memory or stored."""
 
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -61,6 +62,7 @@ class SequencePages:
         self.failures: dict[int, BaseException] = {}
         self.bytes_moved = 0
         self.seconds = 0.0
+        self._lock = threading.Lock()
 
     @property
     def bytes_held(self) -> int:
@@ -157,7 +159,7 @@ class SequencePages:
                 self.failures[row] = error
         if tickets:  # where nothing is missing, nobody collects
             self._tickets[number] = tickets
-        self.seconds += time.perf_counter() - began
+        self._count(began)
         return number
 
     def collect(self, ticket: int, layer: int, ids: Ids, *, first_row: int = 0) -> NDArray[Any]:
@@ -173,7 +175,7 @@ class SequencePages:
           [2, b, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN in all of a
           row once something of it has failed. A read that fails or is late is made once more first.
         """
-        began = time.perf_counter()
+        began, moved = time.perf_counter(), 0
         rows, heads, count = ids.shape
         out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
@@ -181,14 +183,19 @@ class SequencePages:
             if row not in self.failures:
                 try:
                     own = ids[offset]
-                    moved = self._fill(out[:, offset], layer, row, own, tickets.get(row))
-                    self.bytes_moved += moved * self._page_bytes
+                    moved += self._fill(out[:, offset], layer, row, own, tickets.get(row))
                 except Exception as error:  # noqa: BLE001  a callback must not raise
                     self.failures[row] = error
             if row in self.failures:
                 out[:, offset] = np.nan
-        self.seconds += time.perf_counter() - began
+        self._count(began, moved)
         return out
+
+    def _count(self, began: float, moved: int = 0) -> None:
+        """Parts of a batch may be collected at the same time."""
+        with self._lock:
+            self.seconds += time.perf_counter() - began
+            self.bytes_moved += moved * self._page_bytes
 
     def _fill(self, out: NDArray[Any], layer: int, row: int, ids: Ids, ticket: int | None) -> int:
         """Put a sequence's pages, ids [Hkv, k], into out [2, k, Hkv, P, D]; returns how many."""
