@@ -167,6 +167,7 @@ def _over_tiers(
         tokens, counts, finished, finite = jax.device_get(
             (tokens, counts, state.finished, state.finite)
         )
+        meter.stop()
         rows = [tokens[i, : counts[i]].tolist() for i in range(len(ids))]
         failures = {**_not_finite(model, call.shapes, finite), **call.failures()}
         for row, drawn in enumerate(rows):

@@ -25,6 +25,7 @@ class Meter:
         self._began = time.perf_counter() - spent
         self._compiled_before = compilations()
         self._compile_seconds = 0.0
+        self._ended: float | None = None
 
     def program(
         self, function: Callable[..., Any], static: Hashable, *args: Any, **options: Any
@@ -36,8 +37,13 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since the call, compilation excluded."""
-        return time.perf_counter() - self._began - self._compile_seconds
+        """Since the call, compilation excluded; after `stop`, until then."""
+        ended = time.perf_counter() if self._ended is None else self._ended
+        return ended - self._began - self._compile_seconds
+
+    def stop(self) -> None:
+        """Count no more: what comes now is not part of the answer."""
+        self._ended = time.perf_counter()
 
     def stats(
         self,

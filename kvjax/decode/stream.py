@@ -170,6 +170,7 @@ def _events_over_tiers(
         state = opening(model.params, state, rules)
         drawn: list[int] = []
         last = yield from _noted(_tokens(model, state, step, stops, call.shapes, meter), drawn)
+        meter.stop()
         call.keep_generated(0, [*drawn, last.token])
         tiers = call.stats(last.state)
     stats = meter.stats(

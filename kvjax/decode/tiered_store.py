@@ -121,7 +121,9 @@ class PromptStore:
         """
         size, match = self._cache.page_size, self._matches.get(row)
         lost = match is not None and not self._damaged.isdisjoint(match.segment.folders)
-        if self._kept is not None and not lost:
+        if self._kept is not None and lost:
+            self._kept.failure = "the prompt's stored pages are damaged"
+        elif self._kept is not None:
             self._kept.keep(model, tokens, pages, row, match, chosen=chosen, page_size=size)
 
     def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
