@@ -11,6 +11,7 @@ from flax import nnx
 from kvjax.models import GGUFFile, build, causal_attend, gguf_tokenizer, read_gguf
 
 NAMES = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
+SMALL = ("smollm2-135m", "gemma3-270m")
 PROMPTS = ("short", "code", "chat", "text1k")
 ROWS = 128  # logits at a time: a vocabulary of 262,144 makes 1 MB a row
 ISHMAEL = "Call me Ishmael. Some years ago"
@@ -99,6 +100,7 @@ def test_log_probabilities(real, prompt):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("real", SMALL, indirect=True)  # a larger one takes minutes
 def test_log_probabilities_at_4k(real):
     compare(real, "needle4k", *real.run("needle4k")["needle4k"])
 

@@ -18,6 +18,8 @@ from kvjax.policies import Hierarchical, Place, RetroInfer, Select, Window, Wind
 from kvjax.policies.sealed import digest
 from tests.kvjax.decode.tiny import attention, config, model, prompt
 
+pytestmark = pytest.mark.xdist_group("calibrate")  # one worker calibrates for all tests
+
 trials = importlib.import_module("kvjax.decode.calibrate")  # the function has its name
 
 PROMPTS = [prompt(104, seed) for seed in range(2)]

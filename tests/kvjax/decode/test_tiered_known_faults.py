@@ -192,11 +192,11 @@ def test_timing_changes_nothing(monkeypatch, late):
     whole = getattr(SequencePages, late)
     calls = []
 
-    def slow(pages, *args):
+    def slow(pages, *args, **options):
         calls.append(late)
         if len(calls) % 3 == 0:
             time.sleep(0.01)
-        return whole(pages, *args)
+        return whole(pages, *args, **options)
 
     monkeypatch.setattr(SequencePages, late, slow)
     got = forced_logits(tiny(), *sequences(), CACHE).logits
