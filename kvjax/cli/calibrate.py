@@ -30,7 +30,7 @@ def calibrate_tiers(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="UTF-8 texts like the prompts that will come, as many as a batch will have.",
+            help="UTF-8 texts like the prompts that will come; several are run as one batch.",
         ),
     ],
     *,
