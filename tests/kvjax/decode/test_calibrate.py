@@ -11,14 +11,13 @@ import pytest
 from kvjax.config import CacheConfig
 from kvjax.decode import Calibration, Trial, calibrate, generate
 from kvjax.decode.calibration import with_centroids
+from kvjax.decode.identity import fingerprint
 from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.policies import Hierarchical, Place, RetroInfer, Select, Window, WindowPlan
 from kvjax.policies.sealed import digest
 from tests.kvjax.decode.tiny import attention, config, model, prompt
-
-pytestmark = pytest.mark.xdist_group("calibrate")  # one worker calibrates for all tests
 
 trials = importlib.import_module("kvjax.decode.calibrate")  # the function has its name
 
@@ -42,16 +41,9 @@ def one_layer():
     return from_checkpoint(checkpoint, name="one layer", dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def patch():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def found(patch):
+def test_what_is_tried_and_found(monkeypatch):
     said = []
-    patch.setattr(trials, "CENTROIDS", (1, 4))  # each takes as long as the rest together
+    monkeypatch.setattr(trials, "CENTROIDS", (1, 4))  # each takes as long as the rest together
     cache = dataclasses.replace(CACHE, select=Select("25%", Hierarchical(pages_per_cluster=1)))
     result = calibrate(
         one_layer(),
@@ -62,11 +54,6 @@ def found(patch):
         plan=True,
         progress=lambda *told: said.append(told),
     )
-    return result, cache, said
-
-
-def test_every_setting_is_tried(found):
-    result, _, said = found
     by_setting = {}
     for trial in result.trials:
         by_setting.setdefault(trial.setting, []).append(trial)
@@ -78,20 +65,15 @@ def test_every_setting_is_tried(found):
     hits = [trial.hit_ratio for trial in windows]
     assert hits == sorted(hits)
     assert [trial.value for trial in by_setting["micro-batches"]] == [1, 2]
-    assert result.times in [trial.value for trial in windows]
     assert said[0] == ("calibrate", 0.0)
     assert said[-1] == ("calibrate", 1.0)
 
-
-def test_a_window_grows_until_looking_up_takes_as_long_as_fetching(found):
-    *smaller, last = [trial for trial in found[0].trials if trial.setting == "window"]
+    # A window grows until looking up takes as long as fetching.
+    *smaller, last = windows
     assert all(trial.evaluate_seconds < trial.fetch_seconds for trial in smaller)
-    assert found[0].times == last.value
+    assert result.times == last.value
 
-
-def test_what_was_found_does_not_change_what_is_drawn(found):
-    """Window and micro-batches only say where pages are, and when they are read."""
-    result, cache, _ = found
+    # Window, plan and micro-batches only say where pages are, and when they are read.
     assert cache.select is not None
     assert result.per_centroid is not None
     select = dataclasses.replace(
@@ -122,14 +104,15 @@ def test_parts_must_pay():
     assert trials._parts(6) == [1, 2, 4]
 
 
-def test_a_calibration_survives_its_file(tmp_path, found):
-    for result in (found[0], dataclasses.replace(found[0], slots=((3, 4), (5, 6)))):
+def test_a_calibration_survives_its_file(tmp_path):
+    found = dataclasses.replace(FOUND, model=fingerprint(one_layer()))
+    for result in (found, dataclasses.replace(found, per_centroid=4, slots=((3, 4), (5, 6)))):
         result.save(tmp_path / "tiers.json")
         assert Calibration.load(tmp_path / "tiers.json", model=one_layer()) == result
 
 
-def test_another_model_is_refused(tmp_path, found):
-    found[0].save(tmp_path / "tiers.json")
+def test_another_model_is_refused(tmp_path):
+    FOUND.save(tmp_path / "tiers.json")
     with pytest.raises(KvjaxError, match=r"tiers.json is for model \w+, and mha is \w+: calibrate"):
         Calibration.load(tmp_path / "tiers.json", model=model("mha"))
 
@@ -151,7 +134,7 @@ def test_wrong_fields_are_refused(tmp_path, change, message):
     change(written["body"])
     path.write_text(json.dumps(written | {"sha256": digest(written["body"])}))
     with pytest.raises(KvjaxError, match=message):
-        Calibration.load(path, model=model())
+        Calibration.load(path, model=one_layer())
 
 
 def test_a_calibration_is_of_tiers():

@@ -110,10 +110,8 @@ def hidden(model, ids, prefixes, cache=CACHE):
     ("name", "changes"),
     [
         ("gemma", {}),
-        ("gemma", {"by": "keys", "who": "period", "period": 2}),
         ("gemma", {"by": "impress", "who": "layer"}),
         ("gemma", {"device_bytes": 3_000, "host_bytes": 2_000, "pin_host": True, "who": "layer"}),
-        ("mistral", {"by": "mean"}),
         ("mistral", {"by": "mean", "budget": "1 page"}),  # no layer sees anything else
     ],
     ids=str,

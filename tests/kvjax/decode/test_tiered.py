@@ -18,7 +18,6 @@ from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.policies import Place, Select, Window
-from kvjax.policies.tiering import NAMES
 from kvjax.storage import handles
 from kvjax.storage.segment import Segment
 from kvjax.storage.sequence_pages import SequencePages
@@ -65,7 +64,6 @@ NEW = 12
 BATCHES = [(41, 7, 8), (40, 9, 3), (38, 16, 1)]  # of one shape: pages begin, end and are open
 
 EXACT = [
-    *[("one layer", by, 0, "lookahead") for by in NAMES if by != "low-bit"],
     ("one layer", "mean", 1, "lru"),
     ("llama", "low-bit", 0, "lookahead"),
     ("llama", "low-bit", None, "lookahead"),

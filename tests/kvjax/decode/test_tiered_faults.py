@@ -93,8 +93,7 @@ class Late:
 ALWAYS = 1 << 30
 
 
-@pytest.mark.parametrize("fault", ["fails", "never returns"])
-@pytest.mark.parametrize("after", [1, 5])
+@pytest.mark.parametrize(("fault", "after"), [("fails", 5), ("never returns", 1)])
 def test_one_row_ends_and_the_others_are_unharmed(faulty, tmp_path, fault, after):
     generate(tiny(), PROMPTS, cache=cache_in(tmp_path / "other"), **DRAW)  # compiles
     faulty(fault, after, ALWAYS)
