@@ -1,0 +1,146 @@
+"""A pool whose pages hold codes of a few bits with scales, read wherever a plain pool is read."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, UInt16
+
+from kvjax.pallas_kernels.packed_bits import PLANES, unpack
+
+STORED = ("planes", "scale", "middle", "unit", "outlier_at", "outlier_value")
+"""Fields that grow with the pool, where they are there at all."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedPages:
+    """N pages of P tokens of Hkv heads, D elements each, in `bits` bits an element.
+
+    An element is `level(code) * scale + middle`. `level` is the code itself where codes are int8 or
+    float8, its entry of `levels` where there are any, and otherwise `code - centre`. Scale and
+    middle are shared by groups of Gt = P / Pt tokens and Gc = D / Dc channels; an axis of 1 in
+    place of N or Hkv shares them with all pages or heads. It has the `shape` and `ndim` of the
+    array it stands for, and goes where a pool of keys or values goes.
+    """
+
+    planes: dict[str, Array]  # [N, Hkv, rows, D]: `codes`, and `top` at 3 bits; see `packed_bits`
+    scale: Float[Array, "N Hkv Pt Dc"]
+    middle: Float[Array, "N Hkv Pt Dc"] | None  # None where groups are symmetric around 0
+    unit: Float[Array, "N Hkv 1 2"] | None  # what float8 scales and middles are multiplied by
+    levels: Float32[Array, "heads levels"] | None  # of the codes; one row if all heads share them
+    outlier_at: UInt16[Array, "N Hkv E"] | None  # token * D + channel; P * D where there is none
+    outlier_value: Float[Array, "N Hkv E"] | None  # what stands there instead
+    bits: int = dataclasses.field(metadata={"static": True})
+    centre: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[N, Hkv, P, D], of the array that the pages stand for."""
+        pages, heads, rows, dim = self.planes["codes"].shape
+        width = 8 if self.bits == 8 else PLANES[self.bits]["codes"]
+        return pages, heads, rows * 8 // width, dim
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return 4
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the codes: uint8 where several share a byte."""
+        return jnp.dtype(self.planes["codes"].dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, those that all pages share included."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def stored(self) -> dict[str, Any]:
+        """The arrays whose first axes are pages and heads, by field; the others are shared."""
+        pages = self.shape[0]
+        fields = {name: getattr(self, name) for name in STORED}
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None and jax.tree.leaves(value)[0].shape[0] == pages
+        }
+
+    def with_stored(self, arrays: Mapping[str, Any]) -> "PackedPages":
+        """The same packing around other arrays, such as some of the pages.
+
+        Args:
+          arrays: by field, as `stored` names them.
+        """
+        return dataclasses.replace(self, **arrays)
+
+    def map_stored(self, function: Callable[..., Array], *others: "PackedPages") -> "PackedPages":
+        """Apply a function to each array that grows with the pool, and keep the others.
+
+        Args:
+          function: from an array [N, Hkv, ...], and those of `others`, to what takes its place.
+          others: pages packed the same way.
+        """
+        mine = self.stored()
+        theirs = [{name: getattr(other, name) for name in mine} for other in others]
+        return self.with_stored(jax.tree.map(function, mine, *theirs))
+
+    def values(self) -> Float32[Array, "N Hkv P D"]:
+        """What the pages stand for, all at once, in float32."""
+        pages, heads, size, dim = self.shape
+        codes = self.planes["codes"] if self.bits == 8 else unpack(self.planes, self.bits)
+        if self.levels is not None:
+            levels = jnp.broadcast_to(self.levels, (heads, self.levels.shape[1]))
+            row = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
+            level = levels[row, codes]
+        else:
+            level = codes.astype(jnp.float32) - self.centre
+        scale, middle = self._scale(), self._middle()
+        groups = scale.shape[2:]
+        level = level.reshape(
+            pages, heads, groups[0], size // groups[0], groups[1], dim // groups[1]
+        )
+        value = level * scale[:, :, :, None, :, None]
+        if middle is not None:
+            value = value + middle[:, :, :, None, :, None]
+        value = value.reshape(pages, heads, size, dim)
+        if self.outlier_at is None or self.outlier_value is None:
+            return value
+        flat = value.reshape(pages, heads, size * dim)
+        page = jnp.arange(pages, dtype=jnp.int32)[:, None, None]
+        head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        at = self.outlier_at.astype(jnp.int32)
+        kept = self.outlier_value.astype(jnp.float32)
+        return flat.at[page, head, at].set(kept, mode="drop").reshape(value.shape)
+
+    def _scale(self) -> Float32[Array, "N Hkv Pt Dc"]:
+        scale = self.scale.astype(jnp.float32)
+        return scale if self.unit is None else scale * self.unit[..., :1].astype(jnp.float32)
+
+    def _middle(self) -> Float32[Array, "N Hkv Pt Dc"] | None:
+        if self.middle is None:
+            return None
+        middle = self.middle.astype(jnp.float32)
+        return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
+
+
+Pool = Float[Array, "N Hkv P D"] | PackedPages
+"""Where a layer's keys or values stand: plain, or packed."""
+
+
+def as_pool(pool: Any) -> Any:
+    """A caller's pool as the implementations take it: packed as it is, else a JAX array."""
+    return pool if isinstance(pool, PackedPages) else jnp.asarray(pool)
+
+
+def plain(pool: Pool) -> Float[Array, "N Hkv P D"]:
+    """A pool's values in full: what yardsticks read. Nothing else should."""
+    return pool.values() if isinstance(pool, PackedPages) else pool
+
+
+def pool_elements(pool: Pool) -> int:
+    """The most elements that one array of a pool has, which int32 must be able to index."""
+    return max(math.prod(leaf.shape) for leaf in jax.tree.leaves(pool))
