@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.pallas_kernels.packed_bits import pack, tokens_sharing_a_byte
@@ -109,7 +109,9 @@ class Packing:
                 f"{together} tokens, which share a byte"
             )
 
-    def encode(self, pages: Float[Array, "N Hkv P D"]) -> PackedPages:
+    def encode(
+        self, pages: Float[Array, "N Hkv P D"], positions: Int32[Array, " N"] | None = None
+    ) -> PackedPages:
         """Pack pages, each head of each on its own.
 
         What is not finite is encoded as the nearest number that the group's finite elements span,
@@ -117,6 +119,7 @@ class Packing:
 
         Args:
           pages: [N, Hkv, P, D], whole pages.
+          positions: not looked at: keys are packed as they are given.
 
         Raises:
           KvjaxError: groups do not divide them.
@@ -146,8 +149,10 @@ class Packing:
             reach = jnp.where(reach < LEAST, 0.0, reach)
             stored, unit = self._stored(reach / self.greatest, up=True)
             scale = _real(stored, unit)
-        centred = grouped if middle is None else (
-            grouped - _real(middle, middle_unit)[:, :, :, None, :, None]
+        centred = (
+            grouped
+            if middle is None
+            else (grouped - _real(middle, middle_unit)[:, :, :, None, :, None])
         )
         divisor = jnp.where(scale == 0, 1.0, scale)[:, :, :, None, :, None]
         level = jnp.nan_to_num(centred / divisor, nan=0.0, posinf=jnp.inf, neginf=-jnp.inf)

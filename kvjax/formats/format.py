@@ -1,0 +1,260 @@
+"""Which layers store keys and values in fewer bits, how, and which tokens stay as they are."""
+
+import dataclasses
+import math
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from kvjax.errors import KvjaxError, check_integer
+from kvjax.formats.packing import Packing
+from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.spec import KVSpec, LayerSpec
+
+
+@runtime_checkable
+class PagePacking(Protocol):
+    """How pages of one layer's keys, or values, become codes. Hashable: static under jit."""
+
+    def check(self, what: str, page_size: int, dim: int) -> None:
+        """Refuse pages that cannot be packed.
+
+        Args:
+          what: "keys" or "values", for the message.
+          page_size: tokens a page.
+          dim: elements of a head's row.
+
+        Raises:
+          KvjaxError: they cannot.
+        """
+        ...
+
+    def encode(
+        self, pages: Float[Array, "N Hkv P D"], positions: Int32[Array, " N"]
+    ) -> PackedPages:
+        """Pack whole pages, each head of each on its own.
+
+        Args:
+          pages: [N, Hkv, P, D].
+          positions: int32 [N], the logical position of each page's first token.
+        """
+        ...
+
+    def decode(self, packed: PackedPages) -> Float32[Array, "N Hkv P D"]:
+        """What packed pages stand for."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFormat:
+    """How one layer stores pages: `keys` and `values` say how each is packed."""
+
+    keys: PagePacking
+    values: PagePacking
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How full pages are stored. A page is encoded once, when it leaves the newest `residual`.
+
+    Attention to what is encoded reads codes; the newest tokens are kept and read as the model made
+    them. A token that is computed sees as encoded exactly what was encoded when it came, whether
+    it came in a prompt's chunk or alone, so results do not depend on how a text was cut.
+
+    Attributes:
+      keys: how keys are packed.
+      values: how values are packed.
+      residual: newest tokens that stay as they are, rounded up to whole pages, at least one (KIVI,
+        arXiv:2402.02750, section 3.3).
+      skip_layers: layers that are stored as they are; a negative one counts from the last.
+      skip_windows: whether layers with a sliding window are too: they read few tokens.
+      layers: packings of single layers that take the place of `keys` and `values`, by layer.
+
+    Raises:
+      KvjaxError: a field is not what it must be.
+    """
+
+    keys: PagePacking
+    values: PagePacking
+    residual: int = 0
+    skip_layers: tuple[int, ...] = ()
+    skip_windows: bool = True
+    layers: tuple[tuple[int, LayerFormat], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_integer("residual", self.residual, 0)
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        for name in ("keys", "values"):
+            if not isinstance(getattr(self, name), PagePacking):
+                raise KvjaxError(
+                    f"{name} is {getattr(self, name)!r}: must say how pages are packed, such as "
+                    f"kvjax.formats.Packing(bits=4)"
+                )
+
+    def recent(self, page_size: int) -> int:
+        """Most tokens of a sequence that stay as they are: whole pages, at least one.
+
+        Args:
+          page_size: tokens a page.
+        """
+        return max(1, -(-self.residual // page_size)) * page_size
+
+    def layer(self, spec: KVSpec, index: int) -> LayerFormat | None:
+        """How a layer's pages are packed; None if they are not.
+
+        Args:
+          spec: of the model.
+          index: which layer.
+        """
+        layer = spec.layers[index]
+        skipped = {i % len(spec.layers) for i in self.skip_layers}
+        if index in skipped or (self.skip_windows and layer.window is not None):
+            return None
+        return dict(self.layers).get(index, LayerFormat(self.keys, self.values))
+
+    def check(self, spec: KVSpec, page_size: int) -> None:
+        """Refuse a model or page size that the format cannot store.
+
+        Args:
+          spec: of the model.
+          page_size: tokens a page.
+
+        Raises:
+          KvjaxError: a group does not fill pages, or a skipped layer is not there.
+        """
+        count = len(spec.layers)
+        for index in (*self.skip_layers, *dict(self.layers)):
+            if not -count <= index < count:
+                raise KvjaxError(f"layer {index} is named and the model has {count}")
+        for index, shape in enumerate(spec.layers):
+            chosen = self.layer(spec, index)
+            if chosen is not None:
+                chosen.keys.check("keys", page_size, shape.head_dim)
+                chosen.values.check("values", page_size, shape.value_dim)
+
+    def bytes_per_page(self, spec: KVSpec, page_size: int) -> int:
+        """Bytes of one page in every layer's pools, scales and all: what the arrays really take.
+
+        Args:
+          spec: of the model.
+          page_size: tokens a page.
+        """
+        total = 0
+        for index, shape in enumerate(spec.layers):
+            chosen = self.layer(spec, index)
+            if chosen is None:
+                total += spec.bytes_per_element * shape.elements_per_token * page_size
+            else:
+                total += packed_page_bytes(chosen, shape, page_size)
+        return total
+
+    def bytes_per_token(self, spec: KVSpec, page_size: int) -> float:
+        """Bytes a token of a full page takes over all layers, scales and all.
+
+        Args:
+          spec: of the model.
+          page_size: tokens a page.
+        """
+        return self.bytes_per_page(spec, page_size) / page_size
+
+
+def packed_page_bytes(chosen: LayerFormat, shape: LayerSpec, page_size: int) -> int:
+    """Bytes that one more page adds to a layer's pools."""
+    total = 0
+    for packing, dim in ((chosen.keys, shape.head_dim), (chosen.values, shape.value_dim)):
+        packed = abstract_pages(packing, 2, shape.kv_heads, page_size, dim)
+        grown = jax.tree.leaves(packed.stored())
+        total += sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in grown)
+    return total
+
+
+def abstract_pages(
+    packing: PagePacking, count: int, heads: int, page_size: int, dim: int
+) -> PackedPages:
+    """Shapes and dtypes of packed pages, without computing any."""
+    pages = jax.ShapeDtypeStruct((count, heads, page_size, dim), jnp.float32)
+    first = jax.ShapeDtypeStruct((count,), jnp.int32)
+    packed: PackedPages = jax.eval_shape(packing.encode, pages, first)
+    return packed
+
+
+def float8(kind: str = "float8_e4m3fn", *, per: str = "page", scale: float | None = None) -> Format:
+    """8-bit floats, with a scale for each page's head, or each token's; or one given scale.
+
+    Args:
+      kind: "float8_e4m3fn" or "float8_e5m2".
+      per: "page" or "token": what shares a scale.
+      scale: one for everything, instead (vLLM's default is 1).
+    """
+    if per not in ("page", "token"):
+        raise KvjaxError(f"per is {per!r}: must be 'page' or 'token'")
+    packing = Packing(
+        kind,  # type: ignore[arg-type]  # Packing refuses others
+        8,
+        tokens=1 if per == "token" else None,
+        symmetric=True,
+        scale=scale,
+    )
+    return Format(packing, packing)
+
+
+def int8() -> Format:
+    """8-bit integers, symmetric, a scale for each token and head."""
+    packing = Packing(bits=8, tokens=1, symmetric=True)
+    return Format(packing, packing)
+
+
+def int4(*, bits: int = 4, value_bits: int | None = None, group: int = 32) -> Format:
+    """Integers of 2 to 4 bits: keys by channel, over the page's tokens, values by token.
+
+    Args:
+      bits: of keys.
+      value_bits: of values; None takes `bits`.
+      group: channels of a value that share a scale.
+    """
+    return Format(
+        Packing(bits=bits, channels=1, scale_dtype="float8_e4m3fn"),
+        Packing(bits=value_bits or bits, tokens=1, channels=group, scale_dtype="float8_e4m3fn"),
+    )
+
+
+def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
+    """KIVI (arXiv:2402.02750, section 3): keys by channel over tokens, values by token.
+
+    Args:
+      bits: 2 or 4.
+      group: elements that share a scale and a middle, in float16 each; pages hold whole groups.
+      residual: newest tokens that stay as they are.
+    """
+    return Format(
+        Packing(bits=bits, tokens=group, channels=1, scale_dtype="float16"),
+        Packing(bits=bits, tokens=1, channels=group, scale_dtype="float16"),
+        residual=residual,
+    )
+
+
+NAMED = {
+    "fp8": float8(),
+    "fp8-e5m2": float8("float8_e5m2"),
+    "int8": int8(),
+    "int4": int4(),
+    "int4-int2": int4(value_bits=2),
+    "int3": int4(bits=3),
+    "int2": int4(bits=2),
+    "kivi4": kivi(4),
+    "kivi2": kivi(2),
+}
+"""Formats that a command or a configuration takes by name."""
+
+
+def named_format(name: str) -> Format:
+    """A format by its name.
+
+    Raises:
+      KvjaxError: there is none.
+    """
+    if name not in NAMED:
+        raise KvjaxError(f"format is {name!r}: must be one of {', '.join(NAMED)}, or None")
+    return NAMED[name]
