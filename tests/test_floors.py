@@ -24,8 +24,8 @@ PILLARS = {
 """What each pillar may import besides itself and the standard library."""
 
 FLOORS = (
-    "errors", "spec", "formats", "cache", "policies", "config", "registry", "programs", "pull", "model",
-    "load", "decode", "engine", "cluster", "plan", "eval", "serve", "cli",
+    "errors", "spec", "formats", "cache", "policies", "config", "registry", "programs", "pull",
+    "model", "load", "decode", "engine", "cluster", "plan", "eval", "serve", "cli",
 )  # fmt: skip
 """The modules and packages of the roof, from the ground up: each imports only what is before it."""
 
