@@ -3,9 +3,11 @@
 from kvjax.pallas_kernels.low_bit_scores import low_bit_scores
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool
 from kvjax.pallas_kernels.page_scores import page_scores
 from kvjax.pallas_kernels.paged_attention import paged_attention
 from kvjax.pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from kvjax.pallas_kernels.residual import encoded_before
 from kvjax.pallas_kernels.select_pages import Selection, select_pages
 from kvjax.pallas_kernels.sparse_paged_attention import sparse_paged_attention
 from kvjax.pallas_kernels.support import (
@@ -23,10 +25,14 @@ __all__ = [
     "OPERATIONS",
     "AttentionOutput",
     "Implementation",
+    "KeyPool",
+    "PackedPages",
     "Selection",
+    "ValuePool",
     "check_page_lists",
     "check_ragged",
     "check_tables",
+    "encoded_before",
     "low_bit_scores",
     "merge_attention",
     "page_scores",

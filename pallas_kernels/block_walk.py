@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.merge_attention.xla import add_sink, merge_attention_xla
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.page_walk import finite, gather_heads, scores_of, values_of
 
 BLOCK_TOKENS = 256
@@ -43,8 +44,8 @@ class _Partials(NamedTuple):
 
 def attend_blocks(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     plan: Plan,
     visible: Callable[[Int32[Array, ""]], Bool[Array, "heads tokens"]],
     *,

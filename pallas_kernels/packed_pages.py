@@ -127,8 +127,9 @@ class PackedPages:
         return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
 
 
-Pool = Float[Array, "N Hkv P D"] | PackedPages
-"""Where a layer's keys or values stand: plain, or packed."""
+KeyPool = Float[Array, "N Hkv P D"] | PackedPages
+ValuePool = Float[Array, "N Hkv P Dv"] | PackedPages
+"""Where a layer's keys and its values stand: plain, or packed."""
 
 
 def as_pool(pool: Any) -> Any:
@@ -136,11 +137,11 @@ def as_pool(pool: Any) -> Any:
     return pool if isinstance(pool, PackedPages) else jnp.asarray(pool)
 
 
-def plain(pool: Pool) -> Float[Array, "N Hkv P D"]:
-    """A pool's values in full: what yardsticks read. Nothing else should."""
+def plain(pool: KeyPool) -> Float[Array, "N Hkv P D"]:
+    """A pool's elements in full: what yardsticks read. Nothing else should."""
     return pool.values() if isinstance(pool, PackedPages) else pool
 
 
-def pool_elements(pool: Pool) -> int:
+def pool_elements(pool: KeyPool) -> int:
     """The most elements that one array of a pool has, which int32 must be able to index."""
     return max(math.prod(leaf.shape) for leaf in jax.tree.leaves(pool))

@@ -1,9 +1,14 @@
 """What the XLA attention loops share: which blocks to visit, and how pages become heads."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
 from kvjax.pallas_kernels.support import target_platform
 
 HIGHEST = lax.Precision.HIGHEST
@@ -51,7 +56,7 @@ def block_span(
 
 
 def gather_heads(
-    pool: Float[Array, "N Hkv P D"],
+    pool: KeyPool,
     pages: Int32[Array, " pages"] | Int32[Array, "lists pages"],
 ) -> Float[Array, "heads tokens D"]:
     """Fetch pages so that each KV head's tokens lie one after the other.
@@ -60,21 +65,51 @@ def gather_heads(
     with one move, which a gather of the pool's own four dimensions does not do.
 
     Args:
-        pool: [N, Hkv, P, D].
+        pool: [N, Hkv, P, D], plain or packed; what is taken of a packed one is unpacked.
         pages: int32 [pages], ids, or [Hkv, pages] where each KV head has its own, or [lists, pages]
             of a pool with one KV head; N or more reads some page of the pool, to be hidden.
 
     Returns:
         [Hkv or lists, pages * P, D].
     """
-    count, heads, size, dim = pool.shape
+    count, heads, _, dim = pool.shape
     pages = pages.reshape(-1, pages.shape[-1])
     rows = pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
     # JAX 0.10 gathers bfloat16 as float32 on CPU: let XLA convert what is taken, by this very
     # gather, and not the whole pool, ahead of the loop or shared with another one's conversion.
     pool, rows = lax.optimization_barrier((pool, rows))
-    taken = pool.reshape(count * heads, size * dim).at[rows].get(mode="clip")
-    return taken.reshape(rows.shape[0], pages.shape[1] * size, dim)
+
+    def taken(array: Array) -> Array:
+        """[N, Hkv, ...] to [lists, pages, ...]."""
+        flat = array.reshape(count * heads, -1).at[rows].get(mode="clip")
+        return flat.reshape(*rows.shape, *array.shape[2:])
+
+    if not isinstance(pool, PackedPages):
+        return taken(pool).reshape(rows.shape[0], -1, dim)
+    return _unpacked(pool, jax.tree.map(taken, pool.stored()))
+
+
+def _unpacked(pool: PackedPages, taken: dict[str, Any]) -> Float32[Array, "heads tokens D"]:
+    """What pages stand for whose arrays were taken, [lists, pages, ...], list by list."""
+    lists = jax.tree.leaves(taken)[0].shape[0]
+
+    def of_list(array: Array, axis: int) -> Array:
+        """What all pages share, with lists first, each of one head."""
+        array = jnp.moveaxis(jnp.expand_dims(array, axis), axis + 1, 0)
+        return jnp.broadcast_to(array, (lists, *array.shape[1:]))
+
+    shared = {
+        name: of_list(value, 0 if name == "levels" else 1)
+        for name in ("scale", "middle", "unit", "levels")
+        if name not in taken and (value := getattr(pool, name)) is not None
+    }
+
+    def values(arrays: dict[str, Any], shared: dict[str, Any]) -> Array:
+        arrays = jax.tree.map(lambda x: x[:, None], arrays)
+        return dataclasses.replace(pool, **arrays, **shared).values()
+
+    unpacked: Array = jax.vmap(values)(taken, shared)
+    return unpacked.reshape(lists, -1, unpacked.shape[-1])
 
 
 def scores_of(

@@ -10,6 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, pool_elements
+
 PAGE_SIZES = (8, 128)
 FLOATS = ("float32", "bfloat16", "float16")
 # Kernels and XLA gathers address pool elements with int32.
@@ -18,8 +20,8 @@ MAX_INT32 = 2**31 - 1
 
 def check_arrays(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     **per_sequence: Int32[Array, "B"] | Int32[Array, "B+1"] | None,
 ) -> None:
@@ -37,8 +39,8 @@ def check_arrays(
         ValueError: any rule is broken; the message names the argument.
     """
     check_float("q", q, "[T, Hq, D]")
-    check_float("k_pages", k_pages, "[N, Hkv, P, D]")
-    check_float("v_pages", v_pages, "[N, Hkv, P, Dv]")
+    check_pool("k_pages", k_pages, "[N, Hkv, P, D]")
+    check_pool("v_pages", v_pages, "[N, Hkv, P, Dv]")
     check_int32("block_tables", block_tables, "[B, M]")
     for name, array in (
         ("q", q),
@@ -67,9 +69,13 @@ def check_arrays(
         )
 
 
-def check_pools(q: Array, k_pages: Array, v_pages: Array) -> None:
+def check_pools(q: Array, k_pages: KeyPool, v_pages: ValuePool) -> None:
     """Check queries and pools, of the right ranks and dtypes, against each other."""
-    if k_pages.dtype != v_pages.dtype:
+    packed = isinstance(k_pages, PackedPages)
+    if packed != isinstance(v_pages, PackedPages):
+        one, other = ("k_pages", "v_pages") if packed else ("v_pages", "k_pages")
+        raise ValueError(f"{one} is packed and {other} is not; pack both or none")
+    if not packed and k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"v_pages is {v_pages.dtype} and k_pages is {k_pages.dtype}; they must be the same"
         )
@@ -94,10 +100,11 @@ def check_pools(q: Array, k_pages: Array, v_pages: Array) -> None:
             "be a multiple of the KV heads"
         )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if math.prod(pages.shape) > MAX_INT32:
-            most = MAX_INT32 // math.prod(pages.shape[1:])
+        elements = pool_elements(pages)
+        if elements > MAX_INT32:
+            most = MAX_INT32 // (elements // num_pages)
             raise ValueError(
-                f"{name} has {num_pages} pages, {math.prod(pages.shape)} elements; int32 offsets "
+                f"{name} has {num_pages} pages, {elements} elements; int32 offsets "
                 f"overflow at 2**31, so at most {most} pages of this shape fit one pool: split it"
             )
 
@@ -284,6 +291,12 @@ def check_float(name: str, array: Any, axes: str) -> None:
     check_rank(name, array, axes)
     if jnp.dtype(array.dtype).name not in FLOATS:
         raise ValueError(f"{name} is {array.dtype}; it must be one of {', '.join(FLOATS)}")
+
+
+def check_pool(name: str, pool: Any, axes: str) -> None:
+    """Check the rank and dtype of a pool; a packed one has been checked where it was made."""
+    if not isinstance(pool, PackedPages):
+        check_float(name, pool, axes)
 
 
 def check_int32(name: str, array: Any, axes: str) -> None:

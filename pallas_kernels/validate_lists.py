@@ -4,11 +4,13 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.validate import (
     MAX_INT32,
     check_at_least,
     check_float,
     check_int32,
+    check_pool,
     check_pools,
     check_positive,
     check_rank,
@@ -20,8 +22,8 @@ AGGREGATES = ("max", "sum", "mean", "none")
 
 def check_lists(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
 ) -> None:
@@ -38,8 +40,8 @@ def check_lists(
         ValueError: any rule is broken; the message names the argument.
     """
     check_float("q", q, "[B, Hq, D]")
-    check_float("k_pages", k_pages, "[N, Hkv, P, D]")
-    check_float("v_pages", v_pages, "[N, Hkv, P, Dv]")
+    check_pool("k_pages", k_pages, "[N, Hkv, P, D]")
+    check_pool("v_pages", v_pages, "[N, Hkv, P, Dv]")
     check_int32("page_ids", page_ids, "[B, Hkv, K]")
     check_int32("page_tokens", page_tokens, "[B, Hkv, K]")
     for name, array in (

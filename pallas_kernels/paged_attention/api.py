@@ -6,14 +6,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, as_pool
 from kvjax.pallas_kernels.support import Implementation, choose
 from kvjax.pallas_kernels.validate import check_arrays, check_options
 
 
 def paged_attention(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,
@@ -36,8 +37,9 @@ def paged_attention(
 
     Args:
         q: [B, Hq, D], float32, bfloat16 or float16, position encoding already applied.
-        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16; P from 8 to 128 tokens.
-        v_pages: [N, Hkv, P, Dv], the keys' dtype; Dv may differ from D.
+        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16, or packed; P from 8 to 128 tokens.
+        v_pages: [N, Hkv, P, Dv], the keys' dtype, or packed; Dv may differ from D. If one is packed
+            so is the other; they are unpacked block by block, nowhere in full.
         block_tables: int32 [B, M], page ids; unused entries hold N (or anything else from 0 up).
         lengths: int32 [B], cached tokens a sequence; 0 gives out 0.
         scale: factor of the scores; None means D ** -0.5.
@@ -88,8 +90,8 @@ def paged_attention(
     lengths = jnp.asarray(lengths)
     result: AttentionOutput = getattr(backend, f"paged_attention_{chosen}")(
         jnp.asarray(q),
-        jnp.asarray(k_pages),
-        jnp.asarray(v_pages),
+        as_pool(k_pages),
+        as_pool(v_pages),
         jnp.asarray(block_tables),
         lengths,
         scale=scale,

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, plain
 
 
 def paged_attention_reference(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,
@@ -44,6 +45,7 @@ def paged_attention_reference(
     Returns:
         The `AttentionOutput`, T = B.
     """
+    k_pages, v_pages = plain(k_pages), plain(v_pages)
     num_pages, kv_heads, page_size, head_dim = k_pages.shape
     batch, query_heads, _ = q.shape
     width = block_tables.shape[1]

@@ -11,13 +11,14 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.block_walk import BLOCK_TOKENS, Plan, attend_blocks
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.page_walk import block_span, padded_tables
 
 
 def paged_attention_xla(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, as_pool
 from kvjax.pallas_kernels.support import Implementation, choose
-from kvjax.pallas_kernels.validate import check_arrays, check_options
+from kvjax.pallas_kernels.validate import check_arrays, check_at_least, check_options
 
 
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -24,6 +25,7 @@ def ragged_paged_attention(
     sink_logits: Float[Array, "Hq"] | None = None,
     soft_cap: float | None = None,
     page_stats: bool = False,
+    residual: int | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionOutput:
     """Attend a flat batch of prefill chunks and decodes to their sequences' pages.
@@ -38,8 +40,9 @@ def ragged_paged_attention(
 
     Args:
         q: [T, Hq, D], float32, bfloat16 or float16, position encoding already applied.
-        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16; P from 8 to 128 tokens.
-        v_pages: [N, Hkv, P, Dv], the keys' dtype; Dv may differ from D.
+        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16, or packed; P from 8 to 128 tokens.
+        v_pages: [N, Hkv, P, Dv], the keys' dtype, or packed; Dv may differ from D. If one is packed
+            so is the other; they are unpacked block by block, nowhere in full.
         block_tables: int32 [B, M], page ids; unused entries hold N (or anything else from 0 up).
         kv_lengths: int32 [B], cached tokens a sequence, its queries' own keys included.
         cu_q_lengths: int32 [B + 1], where each sequence's queries start; 0 first, never falling.
@@ -51,6 +54,9 @@ def ragged_paged_attention(
             without a value.
         soft_cap: c in c * tanh(score / c); None means no cap.
         page_stats: also return `page_max` and `page_sum`, over the table of each query's sequence.
+        residual: newest tokens that a query does not see here, because they were not encoded when
+            it came: a query at position t sees slots below `encoded_before(t, residual, P)`, in
+            place of 0 .. t. None sees all of them.
         implementation: None picks the Mosaic kernel on a TPU that can run it and XLA elsewhere;
             "reference", "xla", "tpu" or "gpu" insists.
 
@@ -74,6 +80,9 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         page_stats=page_stats,
     )
+    if residual is not None:
+        check_at_least("residual", residual, k_pages.shape[2], ", a page, or None")
+    options = {} if residual is None else {"residual": int(residual)}
     chosen = choose(
         "ragged_paged_attention",
         implementation,
@@ -86,8 +95,8 @@ def ragged_paged_attention(
     backend = import_module(f"kvjax.pallas_kernels.ragged_paged_attention.{chosen}")
     result: AttentionOutput = getattr(backend, f"ragged_paged_attention_{chosen}")(
         jnp.asarray(q),
-        jnp.asarray(k_pages),
-        jnp.asarray(v_pages),
+        as_pool(k_pages),
+        as_pool(v_pages),
         jnp.asarray(block_tables),
         jnp.asarray(kv_lengths),
         jnp.asarray(cu_q_lengths),
@@ -97,5 +106,6 @@ def ragged_paged_attention(
         sink_logits=None if sink_logits is None else jnp.asarray(sink_logits, jnp.float32),
         soft_cap=soft_cap,
         page_stats=page_stats,
+        **options,
     )
     return result

@@ -4,14 +4,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.paged_attention.reference import paged_attention_reference
 from kvjax.pallas_kernels.ragged_paged_attention.rows import query_rows
+from kvjax.pallas_kernels.residual import encoded_before
 
 
 def ragged_paged_attention_reference(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -22,6 +24,7 @@ def ragged_paged_attention_reference(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    residual: int | None = None,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
 
@@ -41,17 +44,22 @@ def ragged_paged_attention_reference(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
 
     Returns:
         The `AttentionOutput`, T = q.shape[0].
     """
     rows = query_rows(kv_lengths, cu_q_lengths, q.shape[0])
+    lengths = rows.length
+    if residual is not None:
+        encoded = encoded_before(rows.position, residual, k_pages.shape[2])
+        lengths = jnp.where(rows.padding, 0, encoded)
     result = paged_attention_reference(
         q,
         k_pages,
         v_pages,
         block_tables[rows.sequence],
-        rows.length,
+        lengths,
         scale=scale,
         window=window,
         sink_tokens=sink_tokens,

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.page_walk import (
     block_span,
     finite,
@@ -20,6 +21,7 @@ from kvjax.pallas_kernels.page_walk import (
     scores_of,
     values_of,
 )
+from kvjax.pallas_kernels.residual import encoded_before
 
 QUERY_BLOCK = 128
 """Rows of q that walk the pages together."""
@@ -40,8 +42,8 @@ class _Running(NamedTuple):
 
 def ragged_paged_attention_xla(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -52,6 +54,7 @@ def ragged_paged_attention_xla(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    residual: int | None = None,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
 
@@ -68,6 +71,7 @@ def ragged_paged_attention_xla(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
 
     Returns:
         The `AttentionOutput`, T = q.shape[0].
@@ -91,21 +95,23 @@ def ragged_paged_attention_xla(
     sequence = jnp.sum(row[:, None] >= cu_q_lengths[1:][None, :], axis=1, dtype=jnp.int32)
     known = jnp.minimum(sequence, batch - 1)
     position = kv_lengths[known] - cu_q_lengths[1:][known] + row  # from the end of the sequence
+    last = position if residual is None else encoded_before(position, residual, page_size) - 1
 
     padded = jnp.pad(q.astype(f32), ((0, blocks * block - count), (0, 0), (0, 0)))
     padded = padded.reshape(blocks, block, kv_heads, groups, head_dim)
     padded = padded.transpose(0, 2, 1, 3, 4).reshape(blocks, kv_heads, rows, head_dim)
 
     def attend_block(
-        inputs: tuple[Array, Array, Array],
+        inputs: tuple[Array, Array, Array, Array],
     ) -> AttentionOutput:
-        queries, owner, place = inputs
+        queries, owner, place, end = inputs
         owners = jnp.repeat(owner, groups, total_repeat_length=rows)
         places = jnp.repeat(place, groups, total_repeat_length=rows)
+        ends = jnp.repeat(end, groups, total_repeat_length=rows)
 
         def walk_sequence(b: Int32[Array, ""], running: _Running) -> _Running:
             oldest = jnp.min(jnp.where(owner == b, place, jnp.iinfo(jnp.int32).max))
-            newest = jnp.max(jnp.where(owner == b, place, -1))
+            newest = jnp.max(jnp.where(owner == b, end, -1))
             mine = owners == b
             sinks, first, last = block_span(newest + 1, oldest, window, sink_tokens, tokens)
             table = lax.dynamic_index_in_dim(tables, b, keepdims=False)
@@ -114,7 +120,7 @@ def ragged_paged_attention_xla(
                 column = jnp.where(i < sinks, i, i - sinks + first)
                 names = lax.dynamic_slice(table, (column * pages,), (pages,))
                 slot = column * tokens + jnp.arange(tokens, dtype=jnp.int32)
-                visible = mine[:, None] & (slot[None, :] <= places[:, None])
+                visible = mine[:, None] & (slot[None, :] <= ends[:, None])
                 held = slot <= newest
                 if window is not None:
                     near = slot[None, :] > places[:, None] - window
@@ -146,7 +152,7 @@ def ragged_paged_attention_xla(
 
     done = lax.map(
         attend_block,
-        (padded, sequence.reshape(blocks, block), position.reshape(blocks, block)),
+        (padded, *(x.reshape(blocks, block) for x in (sequence, position, last))),
     )
 
     def by_query(x: Array) -> Array:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, as_pool
 from kvjax.pallas_kernels.sparse_paged_attention.lists import bounded_lists
 from kvjax.pallas_kernels.support import Implementation, choose
 from kvjax.pallas_kernels.validate import check_options
@@ -14,8 +15,8 @@ from kvjax.pallas_kernels.validate_lists import check_lists
 
 def sparse_paged_attention(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
     *,
@@ -38,8 +39,9 @@ def sparse_paged_attention(
 
     Args:
         q: [B, Hq, D], float32, bfloat16 or float16, position encoding already applied.
-        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16; P from 8 to 128 tokens.
-        v_pages: [N, Hkv, P, Dv], the keys' dtype; Dv may differ from D.
+        k_pages: [N, Hkv, P, D], float32, bfloat16 or float16, or packed; P from 8 to 128 tokens.
+        v_pages: [N, Hkv, P, Dv], the keys' dtype, or packed; Dv may differ from D. If one is packed
+            so is the other; they are unpacked block by block, nowhere in full.
         page_ids: int32 [B, Hkv, K], physical pages in any order, each once a list; N, or anything
             else that is not from 0 to N - 1, names no page. K may be any number.
         page_tokens: int32 [B, Hkv, K], how many of the page's first slots count, 0 to P; what is
@@ -88,8 +90,8 @@ def sparse_paged_attention(
     )
     result: AttentionOutput = getattr(backend, f"sparse_paged_attention_{chosen}")(
         jnp.asarray(q),
-        jnp.asarray(k_pages),
-        jnp.asarray(v_pages),
+        as_pool(k_pages),
+        as_pool(v_pages),
         ids,
         tokens,
         scale=scale,

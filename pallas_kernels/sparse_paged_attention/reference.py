@@ -6,13 +6,14 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, plain
 from kvjax.pallas_kernels.page_walk import finite
 
 
 def sparse_paged_attention_reference(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
     *,
@@ -40,6 +41,7 @@ def sparse_paged_attention_reference(
     Returns:
         The `AttentionOutput`, T = B.
     """
+    k_pages, v_pages = plain(k_pages), plain(v_pages)
     _, kv_heads, page_size, head_dim = k_pages.shape
     batch, query_heads, _ = q.shape
     width = page_ids.shape[2]

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.block_walk import BLOCK_TOKENS, Plan, attend_blocks
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 
 TOGETHER = 4
 """Most sequences whose lists share a block, where the pool has one KV head."""
@@ -19,8 +20,8 @@ TOGETHER = 4
 
 def sparse_paged_attention_xla(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
     *,
