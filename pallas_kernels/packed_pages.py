@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, UInt16
+from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt16
 
 from kvjax.pallas_kernels.packed_bits import PLANES, unpack
+from kvjax.pallas_kernels.page_rotation import rotated_pages
 
-STORED = ("planes", "scale", "middle", "unit", "outlier_at", "outlier_value")
+STORED = ("planes", "scale", "middle", "unit", "outlier_at", "outlier_value", "position")
 """Fields that grow with the pool, where they are there at all."""
 
 
@@ -25,6 +26,9 @@ class PackedPages:
     middle are shared by groups of Gt = P / Pt tokens and Gc = D / Dc channels; an axis of 1 in
     place of N or Hkv shares them with all pages or heads. It has the `shape` and `ndim` of the
     array it stands for, and goes where a pool of keys or values goes.
+
+    Keys that were packed before their rotary embedding have a `position` a page, and what they
+    stand for is rotated by it.
     """
 
     planes: dict[str, Array]  # [N, Hkv, rows, D]: `codes`, and `top` at 3 bits; see `packed_bits`
@@ -36,6 +40,13 @@ class PackedPages:
     outlier_value: Float[Array, "N Hkv E"] | None  # what stands there instead
     bits: int = dataclasses.field(metadata={"static": True})
     centre: float = dataclasses.field(metadata={"static": True})
+    position: Int32[Array, "N Hkv 1"] | None = None  # of a page's first token, logical
+    frequencies: Float32[Array, " half"] | None = None  # radians a token for pairs (i, i + D / 2)
+    sharpen: float = dataclasses.field(
+        default=1.0, metadata={"static": True}
+    )  # see `rotated_pages`
+    shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Which of `scale` and `middle` are the same for all pages, and do not grow with the pool."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -61,13 +72,8 @@ class PackedPages:
 
     def stored(self) -> dict[str, Any]:
         """The arrays whose first axes are pages and heads, by field; the others are shared."""
-        pages = self.shape[0]
-        fields = {name: getattr(self, name) for name in STORED}
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and jax.tree.leaves(value)[0].shape[0] == pages
-        }
+        fields = {name: getattr(self, name) for name in STORED if name not in self.shared}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def with_stored(self, arrays: Mapping[str, Any]) -> "PackedPages":
         """The same packing around other arrays, such as some of the pages.
@@ -93,9 +99,7 @@ class PackedPages:
         pages, heads, size, dim = self.shape
         codes = self.planes["codes"] if self.bits == 8 else unpack(self.planes, self.bits)
         if self.levels is not None:
-            levels = jnp.broadcast_to(self.levels, (heads, self.levels.shape[1]))
-            row = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
-            level = levels[row, codes]
+            level = _level(self.levels, codes, self.bits)
         else:
             level = codes.astype(jnp.float32) - self.centre
         scale, middle = self._scale(), self._middle()
@@ -106,9 +110,15 @@ class PackedPages:
         value = level * scale[:, :, :, None, :, None]
         if middle is not None:
             value = value + middle[:, :, :, None, :, None]
-        value = value.reshape(pages, heads, size, dim)
+        value = self._with_outliers(value.reshape(pages, heads, size, dim))
+        if self.position is None or self.frequencies is None:
+            return value
+        return rotated_pages(value, self.position, self.frequencies, self.sharpen)
+
+    def _with_outliers(self, value: Float32[Array, "N Hkv P D"]) -> Float32[Array, "N Hkv P D"]:
         if self.outlier_at is None or self.outlier_value is None:
             return value
+        pages, heads, size, dim = value.shape
         flat = value.reshape(pages, heads, size * dim)
         page = jnp.arange(pages, dtype=jnp.int32)[:, None, None]
         head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
@@ -125,6 +135,17 @@ class PackedPages:
             return None
         middle = self.middle.astype(jnp.float32)
         return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
+
+
+def _level(
+    levels: Float32[Array, "heads levels"], codes: UInt8[Array, "N Hkv P D"], bits: int
+) -> Float32[Array, "N Hkv P D"]:
+    """Each code's level: halves of the table by one bit after the other, which needs no gather."""
+    table = [levels[None, :, index, None, None] for index in range(levels.shape[1])]
+    for bit in range(bits):
+        high = (codes >> bit) & 1 == 1
+        table = [jnp.where(high, *pair) for pair in zip(table[1::2], table[::2], strict=True)]
+    return table[0]
 
 
 KeyPool = Float[Array, "N Hkv P D"] | PackedPages

@@ -178,6 +178,7 @@ class Packing:
             outlier_value=None,
             bits=self.bits,
             centre=centre_of,
+            shared=() if self.scale is None else ("scale",),
         )
 
     def decode(self, packed: PackedPages) -> Float32[Array, "N Hkv P D"]:
