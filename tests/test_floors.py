@@ -24,12 +24,12 @@ PILLARS = {
 """What each pillar may import besides itself and the standard library."""
 
 FLOORS = (
-    "errors", "spec", "formats", "cache", "policies", "config", "registry", "programs", "pull",
-    "model", "load", "decode", "engine", "cluster", "plan", "eval", "serve", "cli",
+    "errors", "sealed", "spec", "formats", "cache", "policies", "config", "registry", "programs",
+    "pull", "model", "load", "decode", "engine", "cluster", "plan", "eval", "serve", "cli",
 )  # fmt: skip
 """The modules and packages of the roof, from the ground up: each imports only what is before it."""
 
-MODEL_FREE = {"errors", "spec", "formats", "cache", "policies", "config"}
+MODEL_FREE = {"errors", "sealed", "spec", "formats", "cache", "policies", "config"}
 """Floors that know no model: a model is given an `attend`, and never meets the cache itself."""
 
 WRITERS = {"storage", "kvjax.pull", "kvjax.cli"}

@@ -9,7 +9,7 @@ from kvjax.decode.identity import fingerprint
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.policies import Hierarchical, PageIndex, RetroInfer, Window, WindowPlan
-from kvjax.policies.sealed import read_sealed, write_sealed
+from kvjax.sealed import read_sealed, write_sealed
 
 MAGIC = "kvjax tier calibration"
 VERSION = 1

@@ -8,7 +8,7 @@ from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
 from kvjax.errors import KvjaxError, check_integer, is_integer
-from kvjax.policies.sealed import read_sealed, write_sealed
+from kvjax.sealed import read_sealed, write_sealed
 
 MAGIC = "kvjax window plan"
 VERSION = 1

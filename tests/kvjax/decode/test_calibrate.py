@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.policies import Hierarchical, Place, RetroInfer, Select, Window, WindowPlan
-from kvjax.policies.sealed import digest
+from kvjax.sealed import digest
 from tests.kvjax.decode.tiny import attention, config, model, prompt
 
 trials = importlib.import_module("kvjax.decode.calibrate")  # the function has its name

@@ -119,7 +119,8 @@ def test_files_of_something_else_are_refused(path, text, message):
     ],
 )
 def test_fields_that_are_wrong_under_a_right_checksum_are_refused(path, body, message):
-    from kvjax.policies import sealed, window_plan
+    from kvjax import sealed
+    from kvjax.policies import window_plan
 
     head = {"magic": window_plan.MAGIC, "version": window_plan.VERSION}
     path.write_text(json.dumps(head | {"sha256": sealed.digest(body), "body": body}))
