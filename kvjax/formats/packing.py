@@ -4,17 +4,15 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError, check_integer
+from kvjax.formats.scales import LEAST, kept, real, units
 from kvjax.pallas_kernels.packed_bits import pack, tokens_sharing_a_byte
 from kvjax.pallas_kernels.packed_pages import PackedPages
 
 Kind = Literal["float8_e4m3fn", "float8_e5m2", "int"]
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-LEAST = 1e-30
-"""Magnitudes below this count as 0: their scale could not be told from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Packing:
       kind: "int", or the 8-bit float of the codes.
       bits: 2, 3, 4 or 8; 8 for floats.
       tokens: of a group; None is the page's.
-      channels: of a group; None is the head's.
+      channels: of a group; None, or more than a head has, is the head's.
       symmetric: whether codes stand around 0; otherwise around the middle of the group's range,
         which is stored too. Floats and 8-bit integers are symmetric.
       scale_dtype: of scales and middles. "float8_e4m3fn" ones are multiplied by a power of two
@@ -90,7 +88,7 @@ class Packing:
         Raises:
           KvjaxError: they do not.
         """
-        tokens, channels = self.tokens or page_size, self.channels or dim
+        tokens, channels = self.tokens or page_size, min(self.channels or dim, dim)
         if page_size % tokens:
             raise KvjaxError(
                 f"page_size is {page_size}: groups of {tokens} tokens of {what} must fill pages, "
@@ -126,7 +124,7 @@ class Packing:
         """
         count, heads, size, dim = pages.shape
         self.check("pages", size, dim)
-        tokens, channels = self.tokens or size, self.channels or dim
+        tokens, channels = self.tokens or size, min(self.channels or dim, dim)
         rows, columns = size // tokens, dim // channels
         x = pages.astype(jnp.float32)
         grouped = x.reshape(count, heads, rows, tokens, columns, channels)
@@ -143,16 +141,16 @@ class Packing:
             if self.symmetric:
                 reach = jnp.maximum(high, -low)
             else:
-                middle, middle_unit = self._stored(low / 2 + high / 2, up=False)
-                centre = _real(middle, middle_unit)
+                middle, middle_unit = kept(low / 2 + high / 2, self.scale_dtype, up=False)
+                centre = real(middle, middle_unit)
                 reach = jnp.maximum(high - centre, centre - low)
             reach = jnp.where(reach < LEAST, 0.0, reach)
-            stored, unit = self._stored(reach / self.greatest, up=True)
-            scale = _real(stored, unit)
+            stored, unit = kept(reach / self.greatest, self.scale_dtype, up=True)
+            scale = real(stored, unit)
         centred = (
             grouped
             if middle is None
-            else (grouped - _real(middle, middle_unit)[:, :, :, None, :, None])
+            else (grouped - real(middle, middle_unit)[:, :, :, None, :, None])
         )
         divisor = jnp.where(scale == 0, 1.0, scale)[:, :, :, None, :, None]
         level = jnp.nan_to_num(centred / divisor, nan=0.0, posinf=jnp.inf, neginf=-jnp.inf)
@@ -164,15 +162,11 @@ class Packing:
         else:
             centre_of = float(2 ** (self.bits - 1)) if self.symmetric else self.greatest
             planes = pack(jnp.round(level + centre_of).astype(jnp.uint8), self.bits)
-        units = None
-        if unit is not None:
-            other = unit if middle_unit is None else middle_unit
-            units = jnp.concatenate([unit, other], axis=-1).astype(jnp.bfloat16)
         return PackedPages(
             planes=planes,
             scale=stored,
             middle=middle,
-            unit=units,
+            unit=units(unit, middle_unit),
             levels=None,
             outlier_at=None,
             outlier_value=None,
@@ -184,42 +178,3 @@ class Packing:
     def decode(self, packed: PackedPages) -> Float32[Array, "N Hkv P D"]:
         """What packed pages stand for."""
         return packed.values()
-
-    def _stored(self, values: Float32[Array, "..."], *, up: bool) -> tuple[Array, Array | None]:
-        """Values as they are kept, and their unit; `up` never rounds towards 0."""
-        if self.scale_dtype == "float8_e4m3fn":
-            return to_float8(values, up=up)
-        kept = values.astype(self.scale_dtype)
-        if up and self.scale_dtype != "float32":
-            bits = lax.bitcast_convert_type(kept, jnp.uint16)
-            following = lax.bitcast_convert_type(bits + jnp.uint16(1), kept.dtype)
-            kept = jnp.where(kept.astype(jnp.float32) < values, following, kept)
-            kept = jnp.where(jnp.isfinite(kept), kept, jnp.finfo(kept.dtype).max)
-        return kept, None
-
-
-def to_float8(
-    values: Float32[Array, "N Hkv Pt Dc"], *, up: bool
-) -> tuple[Float[Array, "N Hkv Pt Dc"], Float32[Array, "N Hkv 1 1"]]:
-    """Values as float8_e4m3fn times one power of two a page's head.
-
-    Args:
-      values: what to keep.
-      up: whether to round towards plus infinity.
-    """
-    greatest = jnp.max(jnp.abs(values), axis=(2, 3), keepdims=True)
-    _, exponent = jnp.frexp(jnp.maximum(greatest, LEAST))  # greatest < 2 ** exponent
-    unit = jnp.exp2((exponent - 8).astype(jnp.float32))  # so that the quotients are below 256
-    quotient = values / unit
-    rounded = quotient.astype(jnp.float8_e4m3fn)
-    if up:
-        bits = lax.bitcast_convert_type(rounded, jnp.uint8)
-        following = lax.bitcast_convert_type(bits + jnp.uint8(1), jnp.float8_e4m3fn)
-        rounded = jnp.where(rounded.astype(jnp.float32) < quotient, following, rounded)
-    return rounded, unit
-
-
-def _real(stored: Array, unit: Array | None) -> Float32[Array, "N Hkv Pt Dc"]:
-    """The numbers that stored ones stand for."""
-    value = stored.astype(jnp.float32)
-    return value if unit is None else value * unit
