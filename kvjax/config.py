@@ -3,6 +3,7 @@
 import dataclasses
 
 from kvjax.errors import KvjaxError, check_integer, is_integer
+from kvjax.formats import NAMED, Format, named_format
 from kvjax.pallas_kernels import IMPLEMENTATIONS
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.pallas_kernels.validate import FLOATS, PAGE_SIZES
@@ -22,6 +23,8 @@ class CacheConfig:
       num_pages: pages in the pool; None makes it as large as the call needs.
       dtype: of stored keys and values, "float32", "bfloat16" or "float16" (`SHORT_DTYPES` are taken
         too); None takes that of the model's matrices.
+      format: how full pages are stored, a `kvjax.formats.Format` or the name of one
+        (`kvjax.formats.NAMED`); None stores them in `dtype`.
       attention: which attention implementation to insist on; None lets kvjax choose.
       select: which pages a decode step reads; None is all of them. The prompt itself is prefilled
         exactly, layer by layer.
@@ -35,10 +38,16 @@ class CacheConfig:
     page_size: int = DEFAULT_PAGE_SIZE
     num_pages: int | None = None
     dtype: str | None = None
+    format: Format | str | None = None
     attention: Implementation | None = None
     select: Select | None = None
     window: Window | None = None
     place: Place | None = None
+
+    @property
+    def page_format(self) -> Format | None:
+        """`format`, its name looked up."""
+        return named_format(self.format) if isinstance(self.format, str) else self.format
 
     def __post_init__(self) -> None:
         size, (smallest, largest) = self.page_size, PAGE_SIZES
@@ -58,6 +67,13 @@ class CacheConfig:
                 raise KvjaxError(
                     f"dtype is {self.dtype!r}: must be one of {', '.join(FLOATS)}, or None"
                 )
+        if isinstance(self.format, str):
+            object.__setattr__(self, "format", self.page_format)
+        if self.format is not None and not isinstance(self.format, Format):
+            raise KvjaxError(
+                f"format is {self.format!r}: must be a kvjax.formats.Format, one of "
+                f"{', '.join(NAMED)}, or None"
+            )
         if self.attention is not None and self.attention not in IMPLEMENTATIONS:
             raise KvjaxError(
                 f"attention is {self.attention!r}: must be one of {', '.join(IMPLEMENTATIONS)}, or "
@@ -76,6 +92,11 @@ class CacheConfig:
             raise KvjaxError(
                 "window is given and place is None: without a place all pages stay near; give "
                 "place=kvjax.Place(), or leave out window"
+            )
+        if self.select is not None and self.format is not None:
+            raise KvjaxError(
+                "format and select are both given: pages that steps select are stored in the "
+                "cache's dtype; leave out one of them"
             )
         if self.select is not None and self.num_pages is not None:
             raise KvjaxError(

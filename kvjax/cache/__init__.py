@@ -3,9 +3,11 @@
 from kvjax.cache.allocate import advance, fork, release, reserve
 from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
+from kvjax.cache.packed import encoded_lengths, put_chunk, put_token, recent_slots
 from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, with_layer, write
 from kvjax.cache.state import (
     PagedKVCache,
+    Recent,
     Reservation,
     check_pools,
     init,
@@ -14,18 +16,23 @@ from kvjax.cache.state import (
 
 __all__ = [
     "PagedKVCache",
+    "Recent",
     "Reservation",
     "advance",
     "append",
     "check_csr",
     "check_pools",
     "copy_pages",
+    "encoded_lengths",
     "fork",
     "from_csr",
     "gather",
     "init",
     "pool_bytes",
+    "put_chunk",
+    "put_token",
     "ragged_rows",
+    "recent_slots",
     "release",
     "reserve",
     "to_csr",

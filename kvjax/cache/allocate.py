@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -159,6 +160,10 @@ def fork(
             ok, emptied.skipped.at[target].set(emptied.skipped[source]), cache.skipped
         ),
         page_refs=jnp.where(ok, emptied.page_refs.at[table].add(1, mode="drop"), cache.page_refs),
+        recent=jax.tree.map(
+            lambda rows: rows.at[jnp.where(ok, target, batch)].set(rows[source], mode="drop"),
+            cache.recent,
+        ),
     )
     longest = jnp.maximum(full + needed, jnp.max(cache.pages_held))
     wrong = jnp.where(sensible, 0, SEQUENCES).astype(jnp.int32)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.allocate import advance, reserve
+from kvjax.cache.packed import put_chunk
 from kvjax.cache.pages import ragged_rows, token_slots, write
 from kvjax.cache.state import STARTS, PagedKVCache, Reservation, as_int32
 from kvjax.errors import KvjaxError
@@ -79,7 +80,11 @@ def append(
     page, offset = token_slots(cache, sequences, start + index)
     slots = (jnp.where(reservation.ok, page, cache.num_pages), offset)
     for layer in range(layers):
-        cache = write(cache, layer, keys[layer], values[layer], slots)
+        rows = keys[layer], values[layer]
+        if cache.recent[layer] is None:
+            cache = write(cache, layer, *rows, slots)
+        else:
+            cache = put_chunk(cache, layer, *rows, starts, reservation.ok)
     return advance(cache, counts), reservation
 
 

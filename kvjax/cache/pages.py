@@ -8,6 +8,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.state import PagedKVCache
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, plain
+from kvjax.pallas_kernels.residual import encoded_before
 from kvjax.pallas_kernels.support import target_platform
 
 
@@ -38,7 +40,7 @@ def write(
     values: Float[Array, "T Hkv Dv"],
     slots: tuple[Int32[Array, " T"], Int32[Array, " T"]],
 ) -> PagedKVCache:
-    """Store one layer's keys and values of T tokens.
+    """Store one layer's keys and values of T tokens, in a layer without a format.
 
     Args:
       cache: the cache.
@@ -49,6 +51,8 @@ def write(
     """
     page, offset = slots
     k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
+    assert not isinstance(k_pool, PackedPages)
+    assert not isinstance(v_pool, PackedPages)
     k_pool = _put(k_pool, keys.astype(k_pool.dtype), page, offset)
     v_pool = _put(v_pool, values.astype(v_pool.dtype), page, offset)
     return with_layer(cache, layer, k_pool, v_pool)
@@ -60,7 +64,7 @@ def _put(
     page: Int32[Array, " T"],
     offset: Int32[Array, " T"],
 ) -> Float[Array, "N Hkv P D"]:
-    if _scatter_copies(pool):
+    if scatter_copies(pool):
         return _put_blocks(pool, rows[:, :, None], page, offset)
     heads = jnp.arange(rows.shape[1], dtype=jnp.int32)
     # Indexing page, head and slot together keeps XLA from transposing the pool for the scatter.
@@ -68,7 +72,7 @@ def _put(
     return pool.at[at].set(rows, mode="drop")
 
 
-def _scatter_copies(pool: Array) -> bool:
+def scatter_copies(pool: Array) -> bool:
     """Whether a scatter takes the whole pool through float32, as on CPU with JAX 0.10."""
     return pool.dtype.itemsize < 4 and target_platform() == "cpu"
 
@@ -99,7 +103,7 @@ def _put_blocks(
     return filled
 
 
-def with_layer(cache: PagedKVCache, layer: int, k_pool: Array, v_pool: Array) -> PagedKVCache:
+def with_layer(cache: PagedKVCache, layer: int, k_pool: KeyPool, v_pool: ValuePool) -> PagedKVCache:
     """Put one layer's pools in place of the old ones.
 
     Args:
@@ -137,7 +141,7 @@ def ragged_rows(
 def gather(
     cache: PagedKVCache, layer: int
 ) -> tuple[Float[Array, "B S Hkv D"], Float[Array, "B S Hkv Dv"], Bool[Array, "B S"]]:
-    """One layer's keys and values in logical order, S = M x P slots a sequence.
+    """One layer's keys and values in logical order, S = M x P slots a sequence, unpacked.
 
     Args:
       cache: the cache.
@@ -149,12 +153,20 @@ def gather(
     slots = jnp.arange(cache.max_pages * cache.page_size, dtype=jnp.int32)
     valid = slots[None, :] < cache.lengths[:, None]
 
-    def logical(pool: Array) -> Array:
+    def logical(pool: KeyPool, recent: Array | None) -> Array:
+        pool = plain(pool)
         rows = pool.at[cache.block_tables].get(mode="clip")  # [B, M, Hkv, P, D]
         rows = rows.transpose(0, 1, 3, 2, 4).reshape(cache.batch, slots.size, *pool.shape[1::2])
+        if recent is not None and cache.format is not None:
+            room = recent.shape[1]
+            encoded = encoded_before(cache.lengths, room, cache.page_size)
+            newest = recent[:, slots % room].astype(rows.dtype)
+            rows = jnp.where((slots >= encoded[:, None])[:, :, None, None], newest, rows)
         return jnp.where(valid[:, :, None, None], rows, jnp.zeros((), pool.dtype))
 
-    return logical(cache.k_pages[layer]), logical(cache.v_pages[layer]), valid
+    newest = cache.recent[layer]
+    keys = logical(cache.k_pages[layer], None if newest is None else newest.keys)
+    return keys, logical(cache.v_pages[layer], None if newest is None else newest.values), valid
 
 
 def copy_pages(
@@ -171,13 +183,38 @@ def copy_pages(
       target: int32 [n], page ids, none twice; N copies nothing.
     """
 
-    def copied(pool: Array) -> Array:
+    def copied(pool: KeyPool) -> KeyPool:
+        if isinstance(pool, PackedPages):
+            return pool.map_stored(
+                lambda array: put_pages(array, array.at[source].get(mode="clip"), target)
+            )
         pages = pool.at[source].get(mode="clip")
-        if _scatter_copies(pool):
+        if scatter_copies(pool):
             return _put_blocks(pool, pages, target, jnp.zeros_like(target))
         return pool.at[target].set(pages, mode="drop")
 
-    def moved(pools: Sequence[Array]) -> tuple[Array, ...]:
+    def moved(pools: Sequence[KeyPool]) -> tuple[KeyPool, ...]:
         return tuple(copied(pool) for pool in pools)
 
     return dataclasses.replace(cache, k_pages=moved(cache.k_pages), v_pages=moved(cache.v_pages))
+
+
+def put_pages(pool: Array, pages: Array, ids: Int32[Array, " n"]) -> Array:
+    """Write whole pages, each to its place along the first axis; ids of N or more write nothing."""
+    if not scatter_copies(pool):
+        return pool.at[ids].set(pages, mode="drop")
+    (kept,) = jnp.nonzero(ids < pool.shape[0], size=ids.shape[0])
+
+    def put(i: Int32[Array, ""], pool: Array) -> Array:
+        return set_page(pool, pages[kept[i]][None], ids[kept[i]])
+
+    filled: Array = lax.fori_loop(0, (ids < pool.shape[0]).sum(dtype=jnp.int32), put, pool)
+    return filled
+
+
+def set_page(pool: Array, page: Array, index: Int32[Array, ""]) -> Array:
+    """Write one page, [1, ...], in place: as integers, which no backend widens."""
+    bits = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
+    whole = lax.bitcast_convert_type(pool, bits)
+    whole = lax.dynamic_update_slice_in_dim(whole, lax.bitcast_convert_type(page, bits), index, 0)
+    return lax.bitcast_convert_type(whole, pool.dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.errors import KvjaxError, PoolExhaustedError, check_integer
+from kvjax.formats import Format, empty_pages
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
 from kvjax.spec import KVSpec
 
@@ -29,22 +32,35 @@ Integers = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Recent:
+    """The newest tokens of each sequence in a layer whose older ones are packed."""
+
+    keys: Float[Array, "B R Hkv D"]
+    values: Float[Array, "B R Hkv Dv"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PagedKVCache:
     """Keys and values of B sequences in N pages of P slots, one pool a layer.
 
     A page id names the same page in every layer. A page that several sequences hold is read-only;
-    only a sequence's last page, held by it alone, is written. Update it with the functions of this
-    package, or with `dataclasses.replace`; donate it to a jitted function and the pools are
-    updated in place.
+    only a sequence's last page, held by it alone, is written. A layer with a format has packed
+    pools, whose pages are written once, each when it leaves the sequence's newest tokens; those
+    stand in `recent`, as the model made them, the token of slot s in row s % R. Update the cache
+    with the functions of this package, or with `dataclasses.replace`; donate it to a jitted
+    function and the pools are updated in place.
     """
 
-    k_pages: tuple[Float[Array, "N Hkv P D"], ...]  # one layer's keys, position encoding applied
-    v_pages: tuple[Float[Array, "N Hkv P Dv"], ...]  # one layer's values
+    k_pages: tuple[KeyPool, ...]  # one layer's keys, position encoding applied
+    v_pages: tuple[ValuePool, ...]  # one layer's values
     block_tables: Int32[Array, "B M"]  # the pages of each sequence in order; N where there is none
     lengths: Int32[Array, " B"]  # tokens written, a sequence
     skipped: Int32[Array, " B"]  # tokens before the last that are not here: position = slot + this
     page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
+    recent: tuple[Recent | None, ...]  # one layer's newest tokens; None where pools are plain
     spec: KVSpec = dataclasses.field(metadata={"static": True})
+    format: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_pages(self) -> int:
@@ -123,7 +139,13 @@ class Reservation:
 
 
 def init(
-    spec: KVSpec, *, num_pages: int, batch: int, max_pages: int, page_size: int = 16
+    spec: KVSpec,
+    *,
+    num_pages: int,
+    batch: int,
+    max_pages: int,
+    page_size: int = 16,
+    format: Format | None = None,
 ) -> PagedKVCache:
     """An empty cache.
 
@@ -133,33 +155,50 @@ def init(
       batch: B, sequences.
       max_pages: M, pages one sequence can have.
       page_size: P, tokens a page.
+      format: how full pages are stored; None stores them in the spec's dtype.
 
     Returns:
-      The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes.
+      The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes, or as many
+      pages of the format's bytes, and the newest tokens of each sequence.
 
     Raises:
       KvjaxError: a size is below 1, a pool is too large to index, or the spec's dtype or a layer
-        is of a kind that paged pools do not hold.
+        is of a kind that paged pools do not hold, or whose pages the format cannot pack.
     """
     sizes = {"num_pages": num_pages, "batch": batch, "max_pages": max_pages, "page_size": page_size}
     for name, value in sizes.items():
         check_integer(name, value, 1)
     check_pools(spec, num_pages, page_size)
+    if format is not None:
+        format.check(spec, page_size)
     dtype = jnp.dtype(spec.dtype)
+    k_pages: list[KeyPool] = []
+    v_pages: list[ValuePool] = []
+    recent: list[Recent | None] = []
+    for index, layer in enumerate(spec.layers):
+        packed = None if format is None else format.layer(spec, index)
+        heads, dims = layer.kv_heads, (layer.head_dim, layer.value_dim)
+        if format is None or packed is None:
+            pools: list[Any] = [jnp.zeros((num_pages, heads, page_size, d), dtype) for d in dims]
+            newest = None
+        else:
+            rows = (batch, format.recent(page_size), heads)
+            newest = Recent(*(jnp.zeros((*rows, dim), dtype) for dim in dims))
+            packings = zip((packed.keys, packed.values), dims, strict=True)
+            pools = [empty_pages(p, num_pages, heads, page_size, d) for p, d in packings]
+        k_pages.append(pools[0])
+        v_pages.append(pools[1])
+        recent.append(newest)
     return PagedKVCache(
-        k_pages=tuple(
-            jnp.zeros((num_pages, layer.kv_heads, page_size, layer.head_dim), dtype)
-            for layer in spec.layers
-        ),
-        v_pages=tuple(
-            jnp.zeros((num_pages, layer.kv_heads, page_size, layer.value_dim), dtype)
-            for layer in spec.layers
-        ),
+        k_pages=tuple(k_pages),
+        v_pages=tuple(v_pages),
         block_tables=jnp.full((batch, max_pages), num_pages, jnp.int32),
         lengths=jnp.zeros((batch,), jnp.int32),
         skipped=jnp.zeros((batch,), jnp.int32),
         page_refs=jnp.zeros((num_pages,), jnp.int32),
+        recent=tuple(recent),
         spec=spec,
+        format=format,
     )
 
 
@@ -217,9 +256,12 @@ def pool_bytes(cache: PagedKVCache) -> dict[str, int]:
 
     Args:
       cache: concrete or abstract (`jax.eval_shape`).
+
+    Returns:
+      The bytes of pages, scales and newest tokens.
     """
     totals: dict[str, int] = {}
-    for pool in (*cache.k_pages, *cache.v_pages):
+    for pool in jax.tree.leaves((cache.k_pages, cache.v_pages, cache.recent)):
         name = jnp.dtype(pool.dtype).name
         totals[name] = totals.get(name, 0) + pool.size * pool.dtype.itemsize
     return totals

@@ -3,7 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import PagedKVCache, token_slots, write
+from kvjax.cache import (
+    PagedKVCache,
+    encoded_lengths,
+    put_chunk,
+    put_token,
+    token_slots,
+    write,
+)
+from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
 from kvjax.models import Attend, ModelConfig
 from kvjax.pallas_kernels import merge_attention, paged_attention, ragged_paged_attention
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -37,21 +45,27 @@ def decode_attend(
         layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
     ) -> tuple[Array, PagedKVCache]:
         shape = config.layers[layer]
-        pool = state.k_pages[layer].dtype
-        k, v = k.astype(pool), v.astype(pool)  # as every later step will read them
+        k, v = _as_kept(state, k, v)
+        packed = state.recent[layer] is not None
         old = paged_attention(
             q,
             state.k_pages[layer],
             state.v_pages[layer],
             state.block_tables,
-            lengths,
+            jnp.where(active, encoded_lengths(state), 0) if packed else lengths,
             scale=config.scale(layer),
             window=shape.window,
             soft_cap=config.attn_soft_cap,
             query_positions=lengths,
             implementation=implementation,
         )
-        out = merged(old, attend_token(config, layer, q, k, v)).out
+        own = attend_token(config, layer, q, k, v)
+        if packed:
+            newest = attend_ring(config, state, layer, q, active)
+            # As below: the pool is read before it is written.
+            sound = ~jnp.isnan(old.lse).any(axis=1)
+            return merged(old, newest, own).out, put_token(state, layer, k, v, active & sound)
+        out = merged(old, own).out
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
         # logits are NaN too, and end it.)
@@ -60,6 +74,14 @@ def decode_attend(
         return out, write(state, layer, k, v, (page, offset))
 
     return attend
+
+
+def _as_kept(
+    cache: PagedKVCache, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv Dv"]
+) -> tuple[Float[Array, "T Hkv D"], Float[Array, "T Hkv Dv"]]:
+    """Keys and values as every later step will read them, while they are not encoded."""
+    dtype = jnp.dtype(cache.spec.dtype)
+    return k.astype(dtype), v.astype(dtype)
 
 
 def attend_token(
@@ -119,12 +141,19 @@ def chunk_attend(
       implementation: of `ragged_paged_attention`, or None.
     """
     slots = token_slots(cache, sequences, indices)
+    room = None if cache.format is None else cache.format.recent(cache.page_size)
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
     ) -> tuple[Array, PagedKVCache]:
-        state = write(state, layer, k, v, slots)
+        packed = state.recent[layer] is not None
+        before = state
+        if packed:
+            k, v = _as_kept(state, k, v)
+            state = put_chunk(state, layer, k, v, cu_lengths)
+        else:
+            state = write(state, layer, k, v, slots)
         result = ragged_paged_attention(
             q,
             state.k_pages[layer],
@@ -135,8 +164,12 @@ def chunk_attend(
             scale=config.scale(layer),
             window=config.layers[layer].window,
             soft_cap=config.attn_soft_cap,
+            residual=room if packed else None,
             implementation=implementation,
         )
+        if packed:
+            chunk = Chunk(sequences, indices, k, v)
+            result = merged(result, attend_chunk(config, before, layer, q, chunk))
         return result.out, state
 
     return attend

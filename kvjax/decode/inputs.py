@@ -231,6 +231,7 @@ def empty_cache(shapes: Shapes) -> PagedKVCache:
         batch=shapes.batch,
         max_pages=shapes.max_pages,
         page_size=shapes.page_size,
+        format=shapes.format,
     )
 
 

@@ -18,6 +18,7 @@ from kvjax.decode.attend import chunk_attend
 from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix, read_window
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.models import Attend, Decoder
+from kvjax.pallas_kernels.packed_pages import PackedPages
 from kvjax.pallas_kernels.support import Implementation
 
 
@@ -101,7 +102,9 @@ def _fetching(
 
     def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
         cache, chosen = carry
-        pool = cache.k_pages[layer]
+        pool, values = cache.k_pages[layer], cache.v_pages[layer]
+        assert not isinstance(pool, PackedPages)
+        assert not isinstance(values, PackedPages)
         page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
         asked, window = Asked(layer, q, valid, page), decoder.config.layers[layer].window
         if window is None:
@@ -110,7 +113,7 @@ def _fetching(
             both = read_window(decoder.config, prefix, asked, window, chosen.ids.shape[1])
         origin = (0, 0, 0, 0)
         keys = jax.lax.dynamic_update_slice(pool, both[0], origin)
-        values = jax.lax.dynamic_update_slice(cache.v_pages[layer], both[1], origin)
+        values = jax.lax.dynamic_update_slice(values, both[1], origin)
         cache = paged.with_layer(cache, layer, keys, values)
         out, cache = base(layer, q, k, v, cache)
         return out, _Carry(cache, chosen)

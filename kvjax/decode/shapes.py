@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.errors import KvjaxError, PoolExhaustedError, is_integer
+from kvjax.formats import Format
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
 from kvjax.spec import KVSpec, pages_for
@@ -36,6 +37,7 @@ class Shapes:
     page_size: int
     room: int  # tokens the output has room for, a power of four
     attention: Implementation | None
+    format: Format | None = None
 
 
 def power_of_two(n: int) -> int:
@@ -114,6 +116,9 @@ def plan(
     pages = half_step(sum(held))
     num_pages = cache.num_pages or pages
     check_pools(spec, num_pages, size)
+    page_format = cache.page_format
+    if page_format is not None:
+        page_format.check(spec, size)
     chunk = chunk_size(sum(lengths), int(prefill_chunk))
     return Shapes(
         spec=spec,
@@ -125,6 +130,7 @@ def plan(
         page_size=size,
         room=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
         attention=cache.attention,
+        format=page_format,
     )
 
 

@@ -79,6 +79,11 @@ def stream(
             "prefixes are given and cache.select too: a stored prefix is chosen from once, before "
             "the first token, with its own budget; leave out one of them"
         )
+    if prefixes is not None and cache.format is not None:
+        raise KvjaxError(
+            "prefixes are given and cache.format too: stored pages are kept as the model made "
+            "them; leave out one of them"
+        )
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     report = progress or (lambda phase, share: None)

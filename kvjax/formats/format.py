@@ -180,6 +180,26 @@ def abstract_pages(
     return packed
 
 
+def empty_pages(
+    packing: PagePacking, count: int, heads: int, page_size: int, dim: int
+) -> PackedPages:
+    """A packed pool of pages that nobody wrote.
+
+    Args:
+      packing: of the pages.
+      count: N.
+      heads: Hkv.
+      page_size: P, tokens a page.
+      dim: D.
+    """
+    one = packing.encode(
+        jnp.zeros((1, heads, page_size, dim), jnp.float32), jnp.zeros((1,), jnp.int32)
+    )
+    grown = abstract_pages(packing, 2, heads, page_size, dim).stored()
+    arrays = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), grown)
+    return one.with_stored(arrays)
+
+
 def float8(kind: str = "float8_e4m3fn", *, per: str = "page", scale: float | None = None) -> Format:
     """8-bit floats, with a scale for each page's head, or each token's; or one given scale.
 
