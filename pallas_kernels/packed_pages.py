@@ -165,4 +165,4 @@ def plain(pool: KeyPool) -> Float[Array, "N Hkv P D"]:
 
 def pool_elements(pool: KeyPool) -> int:
     """The most elements that one array of a pool has, which int32 must be able to index."""
-    return max(math.prod(leaf.shape) for leaf in jax.tree.leaves(pool))
+    return max(int(math.prod(leaf.shape)) for leaf in jax.tree.leaves(pool))

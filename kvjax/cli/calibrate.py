@@ -16,6 +16,7 @@ from kvjax.cli.running import open_model
 from kvjax.config import CacheConfig
 from kvjax.decode import Calibration, PrefixConfig, Trial
 from kvjax.errors import KvjaxError
+from kvjax.formats import CALIBRATED
 from kvjax.policies import Select, Window
 
 app = typer.Typer(no_args_is_help=True, help="Choose settings for this machine by short runs.")
@@ -95,6 +96,61 @@ def calibrate_tiers(
         return
     _show(found)
     note(f"use with: kvjax generate --select {select.by} --calibration {output} ...")
+
+
+@app.command("formats", no_args_is_help=True)
+def calibrate_formats(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="UTF-8 texts like those that will come."),
+    ],
+    *,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Where to write what `--format-calibration` of others reads."
+        ),
+    ],
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens", "-n", help="Most that are measured, of all texts in equal shares."
+        ),
+    ] = 4096,
+    model: options.ModelName = "smollm2-135m",
+    dtype: options.DTypeName = "auto",
+    cache_dir: options.CacheDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure keys and values for the formats fp8-calibrated, kvquant4, kvquant3 and kvquant2.
+
+    The model reads the texts, and for kvquant's levels goes back through them; takes minutes.
+
+    Example: kvjax calibrate formats report.txt -o formats.json
+    """
+    _check_output(output)
+    texts = [prompt.read_text(file) for file in files]
+    with bars() as progress:
+        opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
+        found = decode.calibrate_formats(opened, texts, tokens=tokens, progress=progress.share)
+    found.save(output)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "output": str(output),
+                    "model": found.model,
+                    "tokens": found.tokens,
+                    "layers": len(found.layers),
+                    "formats": CALIBRATED,
+                }
+            )
+        )
+        return
+    note(
+        f"{found.tokens:,} tokens, {len(found.layers)} layers; use with: kvjax generate "
+        f"--format {CALIBRATED[2]} --format-calibration {output} ..."
+    )
 
 
 def _check_output(path: Path) -> None:

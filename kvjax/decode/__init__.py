@@ -1,6 +1,7 @@
 """Running a model through the cache: `generate`, `stream` and `score`."""
 
 from kvjax.decode.calibrate import calibrate
+from kvjax.decode.calibrate_formats import calibrate_formats
 from kvjax.decode.calibration import Calibration, Trial
 from kvjax.decode.calls import Progress
 from kvjax.decode.generate import generate
@@ -35,6 +36,7 @@ __all__ = [
     "StreamEvent",
     "Trial",
     "calibrate",
+    "calibrate_formats",
     "generate",
     "plan_windows",
     "profile_windows",

@@ -1,0 +1,128 @@
+"""Measures what a model's keys and values are like on a text, for formats that need to know."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from kvjax.decode import inputs
+from kvjax.decode.calls import Progress
+from kvjax.decode.captured import Captured, captured
+from kvjax.decode.identity import fingerprint
+from kvjax.decode.program import compiled
+from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
+from kvjax.formats.calibration import FormatCalibration
+from kvjax.formats.statistics import layer_calibration
+from kvjax.model import Model
+from kvjax.models.rope import frequencies
+from kvjax.spec import DEFAULT_PAGE_SIZE
+
+PART_TOKENS = 512
+"""Most tokens that run at once, as a text of their own: the backward pass keeps all of them."""
+
+
+def calibrate_formats(
+    model: Model,
+    texts: inputs.PromptLike | Sequence[inputs.PromptLike],
+    *,
+    tokens: int = 4096,
+    progress: Progress | None = None,
+) -> FormatCalibration:
+    """Measure ranges and levels of every layer's keys and values; takes minutes.
+
+    Texts run in parts of at most 512 tokens, forwards and back: what an error of an element costs
+    is told by the loss's gradient.
+
+    Args:
+      model: that will run.
+      texts: like those that will come, as texts or token ids.
+      tokens: most that are measured, the first ones of every text in equal shares.
+      progress: called with "calibrate" and how much of it is done.
+
+    Returns:
+      What formats are made of: see `FormatCalibration.format`.
+
+    Raises:
+      KvjaxError: a text is shorter than a page, or memory has no room for the samples.
+    """
+    most = check_integer("tokens", tokens, DEFAULT_PAGE_SIZE)
+    parts = _parts(_token_ids(model, texts, most), most)
+    _check_memory(model, sum(map(len, parts)))
+    report = progress or (lambda phase, share: None)
+    report("calibrate", 0.0)
+    samples: list[list[Captured]] = [[] for _ in model.config.layers]
+    for done, part in enumerate(parts, 1):
+        given = (model.params, jnp.asarray(part, jnp.int32))
+        program, _ = compiled(captured, model.graphdef, *given)
+        for kept, new in zip(samples, jax.device_get(program(*given)), strict=True):
+            kept.append(new)
+        report("calibrate", done / (len(parts) + 1))
+    layers = []
+    for shape, kept in zip(model.config.layers, samples, strict=True):
+        keys, values, key_weights, value_weights = map(np.concatenate, zip(*kept, strict=True))
+        of_layer = layer_calibration(keys, key_weights, values, value_weights, *frequencies(shape))
+        layers.append(of_layer)
+    report("calibrate", 1.0)
+    return FormatCalibration(fingerprint(model), sum(map(len, parts)), tuple(layers))
+
+
+def _token_ids(
+    model: Model, texts: inputs.PromptLike | Sequence[inputs.PromptLike], most: int
+) -> list[list[int]]:
+    """The ids of each text; of one that is longer than the model's context, as many as are used.
+
+    Raises:
+      KvjaxError: as `inputs.token_ids` does.
+    """
+    if len(texts) == 0:
+        raise KvjaxError("texts is empty: give a text, token ids, or a list of either")
+    one = isinstance(texts, str) or (not isinstance(texts[0], str) and np.ndim(texts[0]) == 0)
+    several: Sequence[Any] = [texts] if one else texts  # type: ignore[assignment]
+    rows = []
+    for row, text in enumerate(several):
+        if isinstance(text, str) and isinstance(model, Model) and model.tokenizer is not None:
+            with as_kvjax_error():
+                text = model.tokenizer.encode(text[: most * model.tokenizer.longest_token])
+        rows.append(inputs.token_ids(model, text, f"text {row}"))
+    return rows
+
+
+def _parts(rows: list[list[int]], most: int) -> list[list[int]]:
+    """What runs at once: pieces of equal length of each text, whole pages each.
+
+    Raises:
+      KvjaxError: a text is shorter than a page.
+    """
+    size = DEFAULT_PAGE_SIZE
+    for row, ids in enumerate(rows):
+        if len(ids) < size:
+            raise KvjaxError(
+                f"text {row} has {len(ids)} tokens: at least {size} (a page) are needed to tell "
+                f"what keys are like, and thousands to tell it well; give a longer text"
+            )
+    parts = []
+    for ids in rows:
+        ids = ids[: max(most // len(rows), size)]
+        pieces = -(-len(ids) // PART_TOKENS)
+        length = len(ids) // pieces // size * size
+        parts += [ids[start * length : (start + 1) * length] for start in range(pieces)]
+    return parts
+
+
+def _check_memory(model: Model, tokens: int) -> None:
+    """Refuse samples that this machine has no memory for.
+
+    Raises:
+      KvjaxError: it has not.
+    """
+    elements = sum(layer.elements_per_token for layer in model.spec.layers)
+    needed = 3 * 4 * 2 * elements * tokens  # float32, with weights; joined, and worked on
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise KvjaxError(
+            f"keys and values of {tokens} tokens, with what they are measured by, take {needed} "
+            f"bytes, and this machine has {free} bytes of memory free: measure fewer tokens"
+        )
