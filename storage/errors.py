@@ -100,6 +100,18 @@ class SegmentError(OSError):
         self.reason: Reason = reason
 
 
+class ParcelError(OSError):
+    """Bytes that should hold packed numbers do not (`parcel`).
+
+    Attributes:
+      reason: "torn", "foreign", "version" or "checksum".
+    """
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"a parcel cannot be unpacked ({reason}): {detail}")
+        self.reason: Reason = reason
+
+
 class UnitError(OSError):
     """One unit of a segment cannot be read.
 
