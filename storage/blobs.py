@@ -92,6 +92,19 @@ class Blobs:
         """
         return self.ended_read(name, self.start_read(name, known))
 
+    def read_end(self, name: str, size: int) -> bytes:
+        """The last bytes of a value.
+
+        Args:
+          name: the value's.
+          size: how many bytes.
+
+        Raises:
+          StoreError: it is not there, has fewer, or cannot be read in time.
+        """
+        future = self.kvstore.read(name, byte_range=slice(-size, None))
+        return bytes(self._answer(future, f"reading {self.url}{name}").value)
+
     def start_read(self, name: str, known: bytes | None = None) -> Any:
         """Starts to read a value; `ended_read` takes the future."""
         return self.kvstore.read(name, if_not_equal=known)

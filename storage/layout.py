@@ -7,9 +7,9 @@ import numpy as np
 import tensorstore as ts
 
 DTYPES = ("bfloat16", "float16", "float32")
-_CHECKSUM_BYTES = 4  # crc32c, after each unit and after each shard's index
-_TAG_BYTES = 16  # behind each unit, under its checksum: which unit it is
-_INDEX_ENTRY_BYTES = 16  # offset and length of one unit in its shard
+CHECKSUM_BYTES = 4  # crc32c, after each unit and after each shard's index
+TAG_BYTES = 16  # behind each unit, under its checksum: which unit it is
+INDEX_ENTRY_BYTES = 16  # offset and length of one unit in its shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,29 +100,24 @@ class Grid:
     @property
     def stored_unit_bytes(self) -> int:
         """Bytes of one unit in its shard: the unit, its tag and its checksum."""
-        return self.unit_bytes + _TAG_BYTES + _CHECKSUM_BYTES
+        return self.unit_bytes + TAG_BYTES + CHECKSUM_BYTES
 
     @property
     def stored_elements(self) -> int:
         """Numbers of the stored dtype that a unit and its tag take up."""
-        return (self.unit_bytes + _TAG_BYTES) // self.numpy_dtype.itemsize
+        return (self.unit_bytes + TAG_BYTES) // self.numpy_dtype.itemsize
 
     @property
     def index_bytes(self) -> int:
         """Bytes of one shard's index, which is read whole."""
         _, _, kinds, pages = self.units
-        return kinds * pages * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES
+        return kinds * pages * INDEX_ENTRY_BYTES + CHECKSUM_BYTES
 
     @property
     def shards(self) -> int:
         """How many shards there are."""
         layer_groups, head_groups, _, _ = self.units
         return layer_groups * head_groups
-
-    @property
-    def array_bytes(self) -> int:
-        """Bytes of all shards."""
-        return math.prod(self.units) * self.stored_unit_bytes + self.shards * self.index_bytes
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:

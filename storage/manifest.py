@@ -21,12 +21,14 @@ from kvjax.storage.errors import SegmentError
 from kvjax.storage.keys import Identity, prompt_key, token_array
 from kvjax.storage.layout import Grid, Layout, numpy_dtype
 from kvjax.storage.stored_array import StoredArray
+from kvjax.storage.unit_codec import CODECS
 
 MAGIC = "kvjax prefix segment"
-VERSION = 4
-READABLE = (2, 3, 4)
+VERSION = 5
+READABLE = (2, 3, 4, 5)
 """Versions that are read. In 2 no tokens followed the last full page, until 4 all pages were
-in their own order (`page_order`) and in one folder."""
+in their own order (`page_order`) and in one folder, until 5 no units were encoded (`unit_codec`).
+"""
 
 FOLDER = re.compile(r"(?P<key>[0-9a-f]{64})\.(?P<begun>[0-9]{1,15})\.[0-9a-f]{8}")
 """A folder of data: the segment's key, when writing began in ms since 1970, and a random number."""
@@ -62,6 +64,7 @@ class Manifest:
     array_sha256: str  # of zarr.json
     sketches: tuple[SketchEntry, ...]
     shared: tuple[StoredArray, ...] = ()  # the first pages, where they lie in other folders
+    codec: str = "none"  # of the units in its own folder
 
     @property
     def arrays(self) -> tuple[StoredArray, ...]:
@@ -105,6 +108,7 @@ class Manifest:
             "label": self.label,
             "folder": self.folder,
             "created": self.created,
+            "codec": self.codec,
             "data_bytes": self.data_bytes,
             "array_sha256": self.array_sha256,
             "sketches": [dataclasses.asdict(entry) for entry in self.sketches],
@@ -173,6 +177,8 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     _check("data_bytes", body["data_bytes"], 0 <= body["data_bytes"] < 1 << 63)
     _check("array_sha256", body["array_sha256"], bool(_DIGEST.fullmatch(body["array_sha256"])))
     shared = tuple(_shared(fields) for fields in body.get("shared", ()))
+    codec = body.get("codec", "none")
+    _check("codec", codec, codec in CODECS)
     _check("shared", body.get("shared"), sum(array.pages for array in shared) < grid.pages)
     return Manifest(
         identity=Identity(**body["identity"]),
@@ -181,6 +187,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         array_sha256=body["array_sha256"],
         sketches=sketches,
         shared=shared,
+        codec=codec,
         **same,
     )
 

@@ -148,6 +148,7 @@ class PageStore:
         sketches: Mapping[str, np.ndarray] | None = None,
         label: str = "",
         after: Beginning | None = None,
+        codec: str = "none",
     ) -> SegmentInfo:
         """Stores the full pages of a prompt; returns when they are on the device.
 
@@ -167,6 +168,7 @@ class PageStore:
           label: for people: a model or a file.
           after: an open segment, as `find` gives it, whose first pages are these tokens': they are
             not written again, k and v are the pages that follow, and sketches are of all pages.
+          codec: how units are encoded, see `unit_codec`; what is stored already stays as it is.
 
         Returns:
           What is stored now.
@@ -180,14 +182,14 @@ class PageStore:
         self._check_writable("put")
         arrays = dict(sketches or {})
         while True:
-            new = draft(identity, tokens, k, v, layout, arrays, label, after)
+            new = draft(identity, tokens, k, v, layout, arrays, label, after, codec)
             key = new.manifest.key
             stored = self._stored(key, arrays, after)
             if isinstance(stored, SegmentInfo):
                 return stored
             if stored is not arrays:
                 arrays = stored
-                new = draft(identity, tokens, k, v, layout, arrays, label, after)
+                new = draft(identity, tokens, k, v, layout, arrays, label, after, codec)
             self._check_size(new.bytes, key, label)
             with self._room(new.bytes, key):
                 former = self._catalog.index.entries.get(key)

@@ -14,8 +14,8 @@ from kvjax.storage.manifest import Manifest, SketchEntry
 from kvjax.storage.page_order import PAGE_PLACES, are_places
 from kvjax.storage.prefix_index import Entry
 from kvjax.storage.stored_array import ArrayReads, checked_blob
-from kvjax.storage.unit_array import bytes_of_read, requests_of_read
 from kvjax.storage.unit_read import UnitRead
+from kvjax.storage.unit_sizes import UnitSizes
 from kvjax.storage.usage import Use
 
 
@@ -27,6 +27,7 @@ class SegmentInfo:
     identity: Identity
     label: str  # for people: a model or a file
     layout: Layout
+    codec: str  # how its own units are encoded, see `unit_codec`
     dtype: str  # bfloat16, float16 or float32
     shape: tuple[int, int, int, int, int]  # [L, N, H, P, D] of its keys, and of its values
     tokens: int  # how many, with those after the last page
@@ -50,6 +51,7 @@ def info_of(entry: Entry, use: Use) -> SegmentInfo:
         identity=manifest.identity,
         label=manifest.label,
         layout=grid.layout,
+        codec=manifest.codec,
         dtype=grid.dtype,
         shape=(grid.layers, grid.pages, grid.heads, grid.layout.page_size, grid.head_dim),
         tokens=len(manifest.tokens),
@@ -65,8 +67,8 @@ def info_of(entry: Entry, use: Use) -> SegmentInfo:
 class BytesRead:
     """What came from the store, in bytes unless another unit is named."""
 
-    payload: int = 0  # units, and short gaps between units
-    index: int = 0  # shard indexes, and the units' tags and checksums
+    payload: int = 0  # units as they are stored, and short gaps between units
+    index: int = 0  # shard indexes, and the units' tags, checksums and sizes
     sketches: int = 0
     units: int = 0  # that were asked for
     requests: int = 0  # pieces of files that were read for units: neighbours come together
@@ -89,10 +91,10 @@ class _Counter:
         self._bridged_gap = bridged_gap
         self._lock = threading.Lock()
 
-    def count(self, grid: Grid, where: np.ndarray) -> None:
+    def count(self, sizes: UnitSizes, where: np.ndarray) -> None:
         """Units at places [n] of an array with these extents are read."""
-        payload, index = bytes_of_read(grid, where, self._bridged_gap)
-        requests = requests_of_read(grid, where, self._bridged_gap)
+        payload, index = sizes.bytes_of_read(where, self._bridged_gap)
+        requests = sizes.requests_of_read(where, self._bridged_gap)
         self.add(BytesRead(payload, index, 0, len(where), requests))
 
     def add(self, more: BytesRead) -> None:
@@ -152,6 +154,7 @@ class Segment:
             )
             for array, first in zip(self.arrays, self._firsts.tolist(), strict=True)
         ]
+        self._counter.add(BytesRead(index=sum(reads.bytes_read for reads in self._reads)))
 
     @property
     def unit_shape(self) -> tuple[int, int, int, int, int]:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from kvjax.storage.segment import Segment
 from kvjax.storage.sketch_files import encode_sketches
 from kvjax.storage.stored_array import StoredArray
 from kvjax.storage.unit_array import description, open_array, write_shards
+from kvjax.storage.unit_codec import UnitCodec, fitted
+from kvjax.storage.unit_sizes import UNIT_SIZES, UnitSizes, written_sizes
 from kvjax.storage.unit_tags import folder_number
 
 
@@ -47,7 +50,7 @@ class Draft:
     """A segment that is ready to be written: all checked, its size known."""
 
     manifest: Manifest
-    encoded: bytes  # the manifest's file
+    codec: UnitCodec
     zarr_json: bytes
     sketches: Mapping[str, bytes]
     grid: Grid  # of the pages that are written
@@ -57,8 +60,8 @@ class Draft:
 
     @property
     def bytes(self) -> int:
-        """All that it will occupy."""
-        return self.manifest.data_bytes + len(self.encoded)
+        """All that it will occupy; the most where units differ in size."""
+        return self.manifest.data_bytes + len(self.manifest.encode())
 
 
 def draft(
@@ -70,6 +73,7 @@ def draft(
     sketches: Mapping[str, np.ndarray],
     label: str,
     after: Beginning | None = None,
+    codec: str = "none",
 ) -> Draft:
     """Checks all arguments of `PageStore.put`, before anything is written.
 
@@ -114,7 +118,7 @@ def draft(
         )
     entries, sketch_bytes = encode_sketches(sketches)
     key = segment_key(identity, grid, ids)
-    zarr_json = description(own, key)
+    unit_codec = fitted(codec, own, keys, values)
     now = time.time()
     manifest = Manifest(
         key=key,
@@ -124,14 +128,44 @@ def draft(
         label=label,
         folder=f"{key}.{int(now * 1000)}.{secrets.token_hex(4)}",
         created=now,
-        data_bytes=own.array_bytes + len(zarr_json) + sum(map(len, sketch_bytes.values())),
-        array_sha256=hashlib.sha256(zarr_json).hexdigest(),
+        data_bytes=0,
+        array_sha256="",
         sketches=entries,
         shared=shared,
+        codec=unit_codec.name,
     )
+    sizes = None
+    if unit_codec.varies:  # it is not known yet by how much they are smaller
+        most = unit_codec.stored_unit_bytes(own)
+        sizes = np.full(math.prod(own.units), most, np.uint32)
+    manifest, zarr_json = _described(manifest, own, unit_codec, sizes)
     if places is not None:
         places = places[:, :, pages - own_pages :]
-    return Draft(manifest, manifest.encode(), zarr_json, sketch_bytes, own, keys, values, places)
+    return Draft(manifest, unit_codec, zarr_json, sketch_bytes, own, keys, values, places)
+
+
+def _described(
+    manifest: Manifest, grid: Grid, codec: UnitCodec, sizes: np.ndarray | None
+) -> tuple[Manifest, bytes]:
+    """A manifest with what it says of its array, and the array's description.
+
+    Args:
+      manifest: without.
+      grid: of the pages that are written.
+      codec: of their units.
+      sizes: uint32, bytes of each where they differ.
+    """
+    beside = {} if sizes is None else {UNIT_SIZES: _sha256(sizes.tobytes())}
+    zarr_json = description(grid, codec, manifest.key, beside)
+    size = UnitSizes(grid, codec, sizes).array_bytes + len(zarr_json)
+    size += sum(entry.bytes for entry in manifest.sketches)
+    size += 0 if sizes is None else sizes.nbytes
+    digest = _sha256(zarr_json)
+    return dataclasses.replace(manifest, data_bytes=size, array_sha256=digest), zarr_json
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_goes_on(after: Beginning, identity: Identity, ids: np.ndarray, grid: Grid) -> None:
@@ -200,20 +234,30 @@ def write_segment(blobs: Blobs, segment: Draft, replaces: bytes | None) -> bool:
     Raises:
       StoreError: it cannot be written. What was written is removed, or left for gc.
     """
-    manifest = segment.manifest
+    manifest, grid, codec = segment.manifest, segment.grid, segment.codec
     prefix = f"data/{manifest.folder}/"
     publishing = leave = False
     try:
         blobs.write(prefix + "zarr.json", segment.zarr_json)
-        array = open_array(blobs, prefix, segment.zarr_json)
-        number = folder_number(manifest.folder)
-        grid = segment.grid
-        wait_s = blobs.time_for(grid.array_bytes // grid.shards)
-        write_shards(array, grid, number, segment.keys, segment.values, wait_s, segment.places)
+        write_shards(
+            open_array(blobs, prefix, segment.zarr_json),
+            grid,
+            codec,
+            folder_number(manifest.folder),
+            segment.keys,
+            segment.values,
+            blobs.time_for(manifest.data_bytes // grid.shards),
+            segment.places,
+        )
+        if codec.varies:
+            sizes = written_sizes(blobs, prefix, grid)
+            blobs.write(prefix + UNIT_SIZES, sizes.tobytes())
+            manifest, zarr_json = _described(manifest, grid, codec, sizes)
+            blobs.write(prefix + "zarr.json", zarr_json)
         for name, data in segment.sketches.items():
             blobs.write(f"{prefix}sketches/{name}", data)
         publishing = True
-        leave = blobs.write_if(manifest_name(manifest.key), segment.encoded, replaces)
+        leave = blobs.write_if(manifest_name(manifest.key), manifest.encode(), replaces)
         return leave
     except StoreError as error:
         # Late is not never: it may be published still. If it is not, gc takes it.

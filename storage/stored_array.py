@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from kvjax.storage.blobs import Blobs
 from kvjax.storage.errors import Reason, SegmentError, StoreError, UnitError
 from kvjax.storage.layout import Grid
 from kvjax.storage.unit_array import open_array, places, read_places, units_at
+from kvjax.storage.unit_codec import codec_of
 from kvjax.storage.unit_read import UnitGroup
+from kvjax.storage.unit_sizes import UNIT_SIZES, UnitSizes
 from kvjax.storage.unit_tags import folder_number, split_tags, tags_of
 
 
@@ -69,7 +72,10 @@ class ArrayReads:
       first: the segment's page that is the array's first.
       page_places: int32 [layer groups, head groups, n], where each of these pages lies, if they are
         not in their own order.
-      count: told what is read: the array's extents, and places [n] of units.
+      count: told what is read: the units' extents, and places [n] of units.
+
+    Attributes:
+      bytes_read: what was read to open it, in bytes, the description apart.
 
     Raises:
       SegmentError: the array's description is not what was written, or is no such array.
@@ -83,7 +89,7 @@ class ArrayReads:
         grid: Grid,
         first: int,
         page_places: Int32[np.ndarray, "G J n"] | None,
-        count: Callable[[Grid, np.ndarray], None],
+        count: Callable[[UnitSizes, np.ndarray], None],
     ) -> None:
         self._key, self._first, self._places, self._count = key, first, page_places, count
         self._grid = dataclasses.replace(grid, pages=stored.of)
@@ -93,8 +99,18 @@ class ArrayReads:
         zarr_json = checked_blob(blobs, key, f"{prefix}zarr.json", stored.array_sha256)
         try:
             self._array = open_array(blobs, prefix, zarr_json)
-        except StoreError as error:
-            raise SegmentError(key, "foreign", str(error)) from error
+            attributes = json.loads(zarr_json)["attributes"]
+            self._codec = codec_of(attributes)
+            sha256 = attributes["sha256"][UNIT_SIZES] if self._codec.varies else None
+        except (StoreError, LookupError, TypeError, ValueError) as error:
+            raise SegmentError(key, "foreign", f"its description: {error}") from error
+        sizes = None
+        self.bytes_read = 0
+        if sha256 is not None:
+            data = checked_blob(blobs, key, f"{prefix}{UNIT_SIZES}", sha256)
+            self.bytes_read = len(data)
+            sizes = np.frombuffer(data, "<u4")
+        self._sizes = UnitSizes(self._grid, self._codec, sizes)
 
     def read(self, units: np.ndarray) -> tuple[UnitGroup, list[int]]:
         """Starts to read units of the segment's pages that are here, all in one batch.
@@ -115,14 +131,14 @@ class ArrayReads:
 
     def _start(self, where: np.ndarray) -> Any:
         """Starts to read the units at places [n]; a future of [n, element]."""
-        self._count(self._grid, where)
+        self._count(self._sizes, where)
         return read_places(self._array, self._grid, where)
 
     def _checked(self, stored: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, frozenset[int]]:
         """Units [n, *unit_shape] as they were read, and rows of those that belong elsewhere."""
-        units, tags = split_tags(self._grid, stored)
+        units, tags = split_tags(stored.view(np.uint8))
         wrong = (tags != tags_of(self._number, where)).any(axis=-1)
-        return units, frozenset(np.flatnonzero(wrong).tolist())
+        return self._codec.decode(self._grid, units), frozenset(np.flatnonzero(wrong).tolist())
 
     def _error(self, place: int, reason: Reason, detail: str) -> UnitError:
         layer, head, kind, page = units_at(self._grid, np.array([place]))[0].tolist()

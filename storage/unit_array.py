@@ -2,13 +2,15 @@
 
 The array's axes are [layer group, head group, page, kind, element of the unit]. Any zarr3 reader
 that knows the sharding codec can open it; the attributes say what a unit's elements are. The last
-ones of each are its tag (`kvjax.storage.unit_tags`).
+ones of each are its tag (`kvjax.storage.unit_tags`). Codecs that TensorStore has stand between a
+unit and its checksum; of a codec of ours (`kvjax.storage.unit_codec`) the elements are bytes.
 """
 
 import collections
 import contextlib
 import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,32 +18,38 @@ import tensorstore as ts
 
 from kvjax.storage.blobs import STATUS_ERRORS, Blobs
 from kvjax.storage.errors import fault, late
-from kvjax.storage.layout import Grid
+from kvjax.storage.layout import Grid, numpy_dtype
+from kvjax.storage.unit_codec import UnitCodec
 from kvjax.storage.unit_tags import split_tags, tags_of
 
 _SHARDS_IN_FLIGHT = 2
 
 
-def description(grid: Grid, key: str) -> bytes:
-    """The array's zarr.json, which names the segment it belongs to."""
+def description(grid: Grid, codec: UnitCodec, key: str, beside: Mapping[str, str]) -> bytes:
+    """The array's zarr.json, which names the segment it belongs to.
+
+    Args:
+      grid: the array's extents.
+      codec: of its units.
+      key: the segment's.
+      beside: SHA-256 of files that belong to the array, by name.
+    """
     layer_groups, head_groups, kinds, pages = grid.units
-    elements = grid.stored_elements
-    codecs = [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "crc32c"},
-    ]
+    elements = codec.elements(grid)
+    first: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+    last: dict[str, Any] = {"name": "crc32c"}
     sharding = {
         "chunk_shape": [1, 1, 1, 1, elements],
-        "codecs": codecs,
-        "index_codecs": codecs,
+        "codecs": [first, *codec.chain(grid), last],
+        "index_codecs": [first, last],
         "index_location": "end",
     }
     metadata = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": [layer_groups, head_groups, pages, kinds, elements],
-        "data_type": grid.dtype,
-        "fill_value": 0.0,
+        "data_type": codec.data_type(grid),
+        "fill_value": 0,
         "dimension_names": ["layer group", "head group", "page", "kind", "element"],
         "chunk_grid": {
             "name": "regular",
@@ -55,6 +63,8 @@ def description(grid: Grid, key: str) -> bytes:
             "unit_shape": list(grid.unit_shape),
             "page": "at the place that the array sketches/page-places says, if there is one",
             "tag": "the last 16 bytes: a number of the folder, and the unit's place in the array",
+            **codec.attributes(),
+            **({"sha256": dict(beside)} if beside else {}),
         },
     }
     return json.dumps(metadata, indent=1).encode("ascii")
@@ -86,6 +96,7 @@ def open_array(blobs: Blobs, prefix: str, zarr_json: bytes) -> Any:
 def write_shards(
     array: Any,
     grid: Grid,
+    codec: UnitCodec,
     number: int,
     keys: np.ndarray,
     values: np.ndarray,
@@ -97,6 +108,7 @@ def write_shards(
     Args:
       array: as `open_array` gives it.
       grid: the segment's extents.
+      codec: of its units.
       number: of the folder, see `unit_tags`.
       keys: of all layers.
       values: of all layers.
@@ -109,6 +121,9 @@ def write_shards(
     """
     layer_groups, head_groups, kinds, pages = grid.units
     in_flight: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
+    dtype = numpy_dtype(codec.data_type(grid))
+    size = codec.elements(grid) * dtype.itemsize
+    plain = np.empty((pages, kinds, *grid.unit_shape), _bits(grid)) if codec.ours else None
     try:
         for layer_group, head_group in itertools.product(range(layer_groups), range(head_groups)):
             if len(in_flight) == _SHARDS_IN_FLIGHT:
@@ -116,14 +131,20 @@ def write_shards(
                 future.result(timeout=timeout_s)
                 # Its memory serves again: fresh pages would cost a third more.
             else:
-                shard = np.empty((pages, kinds, grid.stored_elements), _bits(grid))
-            units, tags = split_tags(grid, shard)
+                shard = np.empty((pages, kinds, size), np.uint8)
+            stored, tags = split_tags(shard)
+            units = plain
+            if units is None:
+                units = stored.view(_bits(grid)).reshape(pages, kinds, *grid.unit_shape)
             at = None if page_places is None else page_places[layer_group, head_group]
             order = slice(None) if at is None else np.argsort(at)
             _fill(units, grid, keys, values, layer_group, head_group, order)
+            if codec.ours:
+                stored[:] = codec.encode(grid, units)
             first = (layer_group * head_groups + head_group) * pages * kinds
             tags[:] = tags_of(number, first + np.arange(pages * kinds).reshape(pages, kinds))
-            in_flight.append((start_write(array, grid, layer_group, head_group, shard), shard))
+            writing = start_write(array, layer_group, head_group, shard.view(dtype))
+            in_flight.append((writing, shard))
         while in_flight:
             in_flight.popleft()[0].result(timeout=timeout_s)
     except TimeoutError as error:
@@ -137,11 +158,9 @@ def write_shards(
                 future.commit.exception(timeout=timeout_s)
 
 
-def start_write(
-    array: Any, grid: Grid, layer_group: int, head_group: int, shard: np.ndarray
-) -> Any:
+def start_write(array: Any, layer_group: int, head_group: int, shard: np.ndarray) -> Any:
     """Starts to write one shard, which must not change until the future returned is done."""
-    return array[layer_group, head_group].write(shard.view(grid.numpy_dtype))
+    return array[layer_group, head_group].write(shard)
 
 
 def places(grid: Grid, units: np.ndarray) -> np.ndarray:
@@ -169,41 +188,6 @@ def read_places(array: Any, grid: Grid, where: np.ndarray) -> Any:
     layer_groups, head_groups, kinds, pages = grid.units
     index = np.unravel_index(where, (layer_groups, head_groups, pages, kinds))
     return array.vindex[index].read()
-
-
-def bytes_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> tuple[int, int]:
-    """What TensorStore reads from files for one read of units: (payload, index) bytes.
-
-    The index of each shard that is touched is read once, whole. Units are read with their tags and
-    checksums, which count as index: payload is keys and values, and gaps.
-
-    Args:
-      grid: the segment's extents.
-      where: places [n], ascending, no two equal.
-      bridged_gap: gaps between units up to so many bytes are read too.
-    """
-    _, _, kinds, pages = grid.units
-    shard = where // (pages * kinds)
-    payload = len(where) * grid.unit_bytes
-    gaps = (np.diff(where) - 1) * grid.stored_unit_bytes
-    payload += int(gaps[(np.diff(shard) == 0) & (gaps <= bridged_gap)].sum())
-    touched = 1 + int(np.count_nonzero(np.diff(shard))) if len(where) else 0
-    beside = len(where) * (grid.stored_unit_bytes - grid.unit_bytes)
-    return payload, touched * grid.index_bytes + beside
-
-
-def requests_of_read(grid: Grid, where: np.ndarray, bridged_gap: int) -> int:
-    """How many pieces of files TensorStore reads for units, their shards' indexes apart.
-
-    Args:
-      grid: the segment's extents.
-      where: as `bytes_of_read` takes it.
-      bridged_gap: as `bytes_of_read` takes it.
-    """
-    _, _, kinds, pages = grid.units
-    apart = np.diff(where // (pages * kinds)) > 0
-    apart |= (np.diff(where) - 1) * grid.stored_unit_bytes > bridged_gap
-    return int(np.count_nonzero(apart)) + min(len(where), 1)
 
 
 def _fill(

@@ -8,8 +8,9 @@ the unit's place among all units of the segment.
 import hashlib
 
 import numpy as np
+from jaxtyping import UInt8
 
-from kvjax.storage.layout import Grid
+from kvjax.storage.layout import TAG_BYTES
 
 
 def folder_number(folder: str) -> int:
@@ -25,16 +26,15 @@ def tags_of(number: int, where: np.ndarray) -> np.ndarray:
     return tags
 
 
-def split_tags(grid: Grid, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_tags(
+    stored: UInt8[np.ndarray, "*units b"],
+) -> tuple[UInt8[np.ndarray, "*units u"], np.ndarray]:
     """Units and tags as they lie in memory, without a copy.
 
     Args:
-      grid: the segment's extents.
-      stored: [..., element] of an array's units, each with its tag.
+      stored: bytes of units, each with its tag.
 
     Returns:
-      Units [..., *unit_shape] and tags uint64 [..., 2], views of `stored`.
+      Bytes of the units, and tags uint64 [*units, 2]; views of `stored`.
     """
-    elements = grid.unit_bytes // grid.numpy_dtype.itemsize
-    units = stored[..., :elements].reshape(*stored.shape[:-1], *grid.unit_shape)
-    return units, stored[..., elements:].view("<u8")
+    return stored[..., :-TAG_BYTES], stored[..., -TAG_BYTES:].view("<u8")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.storage.layout import Grid, Layout
-from kvjax.storage.unit_array import bytes_of_read, places, units_at
+from kvjax.storage.unit_array import places, units_at
+from kvjax.storage.unit_codec import UnitCodec
+from kvjax.storage.unit_sizes import UnitSizes
 
 
 def test_the_paper_s_example_in_numbers():
@@ -16,7 +18,7 @@ def test_the_paper_s_example_in_numbers():
     assert grid.unit_shape == (1, 1, 2, 16, 64)
     assert (grid.unit_bytes, grid.stored_unit_bytes, grid.stored_elements) == (4096, 4116, 2056)
     assert (grid.shards, grid.index_bytes) == (90, 512 * 16 + 4)
-    assert grid.array_bytes == 90 * (512 * 4116 + 512 * 16 + 4)
+    assert UnitSizes(grid, UnitCodec()).array_bytes == 90 * (512 * 4116 + 512 * 16 + 4)
     period = dataclasses.replace(grid, layout=Layout(layers=5, heads=3, split_kv=True))
     assert period.units == (6, 1, 2, 512)
     assert period.unit_shape == (5, 3, 1, 16, 64)
@@ -39,9 +41,10 @@ def test_bytes_of_a_read_by_hand():
     units = np.array([[0, 0, 0, 1], [0, 0, 0, 3], [1, 0, 0, 0]])
     where = places(grid, units)
     index = 2 * (10 * 16 + 4)
-    assert bytes_of_read(grid, where, 0) == (3 * 64, index + 3 * 20)
-    assert bytes_of_read(grid, where, 84) == (3 * 64 + 84, index + 3 * 20)
-    assert bytes_of_read(grid, where[:0], 84) == (0, 0)
+    sizes = UnitSizes(grid, UnitCodec())
+    assert sizes.bytes_of_read(where, 0) == (3 * 64, index + 3 * 20)
+    assert sizes.bytes_of_read(where, 84) == (3 * 64 + 84, index + 3 * 20)
+    assert sizes.bytes_of_read(where[:0], 84) == (0, 0)
 
 
 @pytest.mark.parametrize(

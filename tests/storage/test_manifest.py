@@ -82,7 +82,7 @@ def test_a_file_of_something_else_is_foreign(data):
     assert reason(data) == "foreign"
 
 
-@pytest.mark.parametrize("version", [0, 1, 5, "4", None])
+@pytest.mark.parametrize("version", [0, 1, 6, "4", None])
 def test_another_version_is_a_miss_of_its_own(version):
     written = json.loads(manifest().encode())
     assert reason(json.dumps(written | {"version": version}).encode()) == "version"
@@ -93,6 +93,15 @@ def test_a_manifest_of_version_2_is_read(monkeypatch):
     data = manifest().encode()
     monkeypatch.undo()
     assert np.array_equal(decode(KEY, data).tokens, token_ids())
+
+
+def test_a_manifest_of_version_4_says_nothing_of_codecs(monkeypatch):
+    body = json.loads(manifest().encode())["body"]
+    assert body.pop("codec") == "none"
+    monkeypatch.setattr(manifests, "VERSION", 4)
+    data = sealed(body)
+    monkeypatch.undo()
+    assert decode(KEY, data).codec == "none"
 
 
 def test_tokens_after_the_last_page_are_in_the_key_and_fewer_than_a_page():
@@ -160,6 +169,7 @@ def test_fields_that_are_missing_or_make_no_sense_are_foreign(change):
         ("created", [float("inf"), float("nan"), -1, "1", None, True, 1e300]),
         ("data_bytes", [1.5, -1, "10", None, True, 1 << 63, float("inf")]),
         ("label", [None, 7, ["a"], {}]),
+        ("codec", [None, 7, "lz77", ["none"], {}]),
         ("array_sha256", [None, 7, "", "0" * 63, "g" * 64]),
         (
             "folder",
@@ -217,4 +227,4 @@ def test_the_format_has_not_moved():
     written = manifest(folder=f"{KEY}.1.00").encode()
     text = json.dumps(json.loads(written), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    assert digest == "365b3ec069bd403b2410a5f164e60bb3e59bdf6348b5c476830182e581cfbe64"
+    assert digest == "1e75e5957cd787082ceffa8259a8f6510597fd2c798548c6337db9a26a89b040"

@@ -11,7 +11,8 @@ from kvjax.storage.errors import SegmentError, UnitError
 from kvjax.storage.layout import Layout
 from kvjax.storage.page_order import PAGE_PLACES, are_places, near_together
 from kvjax.storage.page_store import PageStore
-from kvjax.storage.unit_array import requests_of_read
+from kvjax.storage.unit_codec import UnitCodec
+from kvjax.storage.unit_sizes import UnitSizes
 from tests.storage.pages import (
     IDENTITY,
     LAYOUT,
@@ -107,10 +108,11 @@ def test_neighbours_come_in_one_request(tmp_path):
             assert after.requests - before.requests == requests
             assert after.units - before.units == len(places)
             assert file_reads() - of_files == requests + 1  # and the shard's index
-    assert requests_of_read(segment.grid, np.empty(0, np.int64), 255) == 0
+    sizes = UnitSizes(segment.grid, UnitCodec())
+    assert sizes.requests_of_read(np.empty(0, np.int64), 255) == 0
     one_of_each = np.arange(0, L * H * N, N)
-    assert requests_of_read(segment.grid, one_of_each, 255) == L * H
-    assert requests_of_read(segment.grid, one_of_each, 1 << 30) == L * H
+    assert sizes.requests_of_read(one_of_each, 255) == L * H
+    assert sizes.requests_of_read(one_of_each, 1 << 30) == L * H
 
 
 def file_reads():
