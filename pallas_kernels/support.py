@@ -1,11 +1,14 @@
 """Which implementation runs where, and in words why another does not."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 from jax.typing import DTypeLike
+
+from kvjax.pallas_kernels.packed_pages import PackedPages
 
 Operation = Literal[
     "paged_attention",
@@ -14,6 +17,7 @@ Operation = Literal[
     "merge_attention",
     "page_scores",
     "low_bit_scores",
+    "float8_paged_attention",
 ]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
@@ -53,6 +57,7 @@ def supported(
     v_head_dim: int | None = None,
     page_size: int = 16,
     dtype: DTypeLike = jnp.bfloat16,
+    pools: Sequence[Any] = (),
 ) -> str | None:
     """Say why an implementation cannot run; None means that it can.
 
@@ -64,7 +69,8 @@ def supported(
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
         dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
-            where keys are low-bit.
+            where keys are low-bit or pages are packed.
+        pools: keys and values, where they may be packed; plain ones are not looked at.
 
     Returns:
         The reason as a clause that completes "cannot run: ...", or None. What the shapes forbid
@@ -82,6 +88,11 @@ def supported(
         )
     platform = target_platform() if platform is None else platform
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    if implementation in ("tpu", "gpu"):
+        for pool in pools:
+            unread = _unread_by_kernels(pool) if isinstance(pool, PackedPages) else None
+            if unread is not None:
+                return unread
     if implementation == "tpu":
         return _tpu(platform, head_dim, v_head_dim, page_size, jnp.dtype(dtype).name)
     if implementation == "gpu":
@@ -97,6 +108,7 @@ def choose(
     v_head_dim: int | None = None,
     page_size: int = 16,
     dtype: DTypeLike,
+    pools: Sequence[Any] = (),
 ) -> Implementation:
     """Pick the implementation, or insist on the named one.
 
@@ -109,7 +121,8 @@ def choose(
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
         dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
-            where keys are low-bit.
+            where keys are low-bit or pages are packed.
+        pools: keys and values, where they may be packed; plain ones are not looked at.
 
     Returns:
         The name of the implementation to run.
@@ -126,6 +139,7 @@ def choose(
             v_head_dim=v_head_dim,
             page_size=page_size,
             dtype=dtype,
+            pools=pools,
         )
 
     if implementation is None:
@@ -137,6 +151,18 @@ def choose(
             "implementation=None to let kvjax choose one that does"
         )
     return implementation
+
+
+def _unread_by_kernels(pool: PackedPages) -> str | None:
+    """What of a packing only XLA reads."""
+    for name, what in (
+        ("levels", "codes stand for entries of a table"),
+        ("outlier_at", "some elements stand outside their codes"),
+        ("position", "keys are packed before their rotary embedding"),
+    ):
+        if getattr(pool, name) is not None:
+            return f"the pages have {name} ({what}) and the kernels read codes with scales only"
+    return None
 
 
 def _tpu(platform: str, head_dim: int, v_head_dim: int, page_size: int, dtype: str) -> str | None:

@@ -6,16 +6,18 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.mosaic.block import Masking
 from kvjax.pallas_kernels.mosaic.kernel import run_kernel
+from kvjax.pallas_kernels.mosaic.pools import block_pool
 from kvjax.pallas_kernels.mosaic.statistics import unpack, window_count
 from kvjax.pallas_kernels.mosaic.tiles import Tiles
 from kvjax.pallas_kernels.mosaic.work import WorkList
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 
 
 def attend_work(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     work_list: WorkList,
     *,
@@ -31,9 +33,10 @@ def attend_work(
 
     Args:
         q: [T, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
-        block_tables: int32 [B, M].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
+        block_tables: int32 [B, M], page ids; with `page_tokens`, page * Hkv + head: pages of one
+            head each.
         work_list: what to do.
         tiles: the kernel's sizes.
         masking: the options.
@@ -48,13 +51,18 @@ def attend_work(
         The `AttentionOutput` without attention sinks; rows that the list does not know are empty.
     """
     num_queries, heads, _ = q.shape
-    kv_heads = k_pages.shape[1]
+    one_head = page_tokens is not None
+    kv_heads = 1 if one_head else k_pages.shape[1]
     group = heads // kv_heads
     items = work_list.work.num_pages.shape[0]
+    keys, values = (
+        block_pool(pool, work_list.work, block_tables, block_pages=tiles.pages, one_head=one_head)
+        for pool in (k_pages, v_pages)
+    )
     written = run_kernel(
         _to_rows(q, kv_heads, tiles),
-        k_pages,
-        v_pages,
+        keys,
+        values,
         block_tables,
         work_list,
         tiles=tiles,

@@ -22,12 +22,14 @@ class Masking(NamedTuple):
         window: tokens a query sees, itself included, or None.
         sink_tokens: first tokens that stay visible outside the window.
         soft_cap: bound of the scores, or None.
+        residual: newest tokens that are not here for a query, or None; see `encoded_before`.
     """
 
     scale: float
     window: int | None
     sink_tokens: int
     soft_cap: float | None
+    residual: int | None = None
 
 
 class BlockFolder(NamedTuple):
@@ -35,7 +37,10 @@ class BlockFolder(NamedTuple):
 
     Attributes:
         q: [Hkv, rows, D], a ref in VMEM.
-        stream: where the block lies.
+        stream: what the block belongs to.
+        keys: [2 or 1, Hkv, pages, P, D], a ref in VMEM, where the block lies; 2 halves of a double
+            buffer, or 1 that it was unpacked to.
+        values: [2 or 1, Hkv, pages, P, Dv], the same of values.
         accumulators: what it is folded into.
         writer: where statistics go, or None.
         tiles: the sizes.
@@ -47,6 +52,8 @@ class BlockFolder(NamedTuple):
 
     q: Any
     stream: PageStream
+    keys: Any
+    values: Any
     accumulators: Accumulators
     writer: StatisticsWriter | None
     tiles: Tiles
@@ -102,7 +109,7 @@ class BlockFolder(NamedTuple):
         start = pl.multiple_of(piece * count, count)
         rows = pl.ds(start, count)
         few = count == tiles.window_rows
-        kv_heads, pages, page_size, _ = stream.k_buffer.shape[1:]
+        kv_heads, pages, page_size, _ = self.keys.shape[1:]
         num_slots = pages * page_size
 
         slots = self._slots(lax.broadcasted_iota(jnp.int32, (1, num_slots), 1), item, block)
@@ -111,7 +118,12 @@ class BlockFolder(NamedTuple):
         mine = (row >= first_row) & (row < work.end_query[item] * tiles.group)
         # Rows before the item's first have a meaningless position, and a limit that hides all.
         position = work.first_position[item] + lax.div(row - first_row, tiles.group)
-        limit = jnp.where(mine, jnp.minimum(position, work.end_slot[item] - 1), -1)
+        last = position
+        if masking.residual is not None:
+            # `encoded_before`, in a division that Mosaic has.
+            behind = position - masking.residual + (page_size - 1)
+            last = lax.div(jnp.maximum(behind, 0), page_size) * page_size - 1
+        limit = jnp.where(mine, jnp.minimum(last, work.end_slot[item] - 1), -1)
         visible = visible_slots(
             slots, position, limit, window=masking.window, sink_tokens=masking.sink_tokens
         )
@@ -120,8 +132,8 @@ class BlockFolder(NamedTuple):
 
         def per_head(head: Scalar, _: None) -> None:
             queries = self.q[head, rows]
-            keys = stream.k_buffer[buffer, head].reshape(num_slots, -1)
-            values = stream.v_buffer[buffer, head].reshape(num_slots, -1)
+            keys = self.keys[_half(self.keys, buffer), head].reshape(num_slots, -1)
+            values = self.values[_half(self.values, buffer), head].reshape(num_slots, -1)
             if queries.dtype == jnp.float32:
                 values = values.astype(jnp.float32)
             scores = attention_scores(
@@ -138,7 +150,7 @@ class BlockFolder(NamedTuple):
     ) -> Int32[Array, "..."]:
         """Turn places in a KV block into slots of the sequence, over the pages left out between."""
         work = self.stream.work
-        page_size = self.stream.k_buffer.shape[3]
+        page_size = self.keys.shape[3]
         place = index + block * (self.stream.block_pages * page_size)
         skipped = (work.window_page[item] - work.sink_pages[item]) * page_size
         slots: Array = place + jnp.where(place < work.sink_pages[item] * page_size, 0, skipped)
@@ -148,7 +160,7 @@ class BlockFolder(NamedTuple):
         self, slots: Int32[Array, "..."], item: Scalar, block: Scalar
     ) -> Int32[Array, "..."]:
         """Where what counts of each slot's page ends; 0 for pages that are whole or not there."""
-        _, pages, page_size, _ = self.stream.k_buffer.shape[1:]
+        _, pages, page_size, _ = self.keys.shape[1:]
 
         def add(page: Scalar, ends: Array) -> Array:
             first, tokens = (block * pages + page) * page_size, self._tokens(item, block, page)
@@ -174,7 +186,8 @@ class BlockFolder(NamedTuple):
     def _clean_listed_values(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
         """Put 0 for values past what counts of a page, and in pages that were not fetched."""
         stream = self.stream
-        kv_heads, pages, page_size, width = stream.v_buffer.shape[1:]
+        half = _half(self.values, buffer)
+        kv_heads, pages, page_size, width = self.values.shape[1:]
         whole = lax.div(stream.work.end_slot[item], page_size)
         there = stream.work.num_pages[item] - block * pages
         offset = lax.broadcasted_iota(jnp.int32, (page_size, width), 0)
@@ -184,9 +197,9 @@ class BlockFolder(NamedTuple):
             # A page that is not there has no entry either: a list may end before the block does.
             read = self._tokens(item, block, jnp.minimum(page, there - 1))
             tokens = jnp.where(page < there, read, 0)
-            values = stream.v_buffer[buffer, head, page].astype(jnp.float32)
-            values = jnp.where(offset < tokens, values, 0.0).astype(stream.v_buffer.dtype)
-            stream.v_buffer[buffer, head, page] = values
+            values = self.values[half, head, page].astype(jnp.float32)
+            values = jnp.where(offset < tokens, values, 0.0).astype(self.values.dtype)
+            self.values[half, head, page] = values
 
         first = jnp.maximum(whole - block * pages, 0)
         lax.fori_loop(jnp.minimum(first, pages) * kv_heads, pages * kv_heads, clean, None)
@@ -199,7 +212,8 @@ class BlockFolder(NamedTuple):
         """
         stream, masking = self.stream, self.masking
         work = stream.work
-        kv_heads, pages, page_size, width = stream.v_buffer.shape[1:]
+        half = _half(self.values, buffer)
+        kv_heads, pages, page_size, width = self.values.shape[1:]
         edge = block == stream.num_blocks(item) - 1
         if masking.window is not None:
             # The sinks end in the visible page just before the one where the window begins.
@@ -219,8 +233,13 @@ class BlockFolder(NamedTuple):
 
             def clean(head: Scalar, _: None) -> None:
                 # In float32, because not every TPU selects among packed bfloat16.
-                values = stream.v_buffer[buffer, head].astype(jnp.float32)
-                values = jnp.where(keep, values, 0.0).astype(stream.v_buffer.dtype)
-                stream.v_buffer[buffer, head] = values
+                values = self.values[half, head].astype(jnp.float32)
+                values = jnp.where(keep, values, 0.0).astype(self.values.dtype)
+                self.values[half, head] = values
 
             lax.fori_loop(0, kv_heads, clean, None)
+
+
+def _half(ref: Any, buffer: Scalar) -> Scalar | int:
+    """Where the block in `buffer` lies: there is one place for what is unpacked."""
+    return buffer if ref.shape[0] == 2 else 0

@@ -11,9 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.mosaic.block import BlockFolder, Masking
+from kvjax.pallas_kernels.mosaic.coding import Coding, Unpacker
 from kvjax.pallas_kernels.mosaic.flash import Accumulators
+from kvjax.pallas_kernels.mosaic.pools import BlockPool
 from kvjax.pallas_kernels.mosaic.statistics import StatisticsWriter
-from kvjax.pallas_kernels.mosaic.stream import PageStream
+from kvjax.pallas_kernels.mosaic.stream import Copied, PageStream
 from kvjax.pallas_kernels.mosaic.tiles import LANES, Tiles
 from kvjax.pallas_kernels.mosaic.work import Scalar, Work, WorkList
 
@@ -34,8 +36,8 @@ class KernelOutput(NamedTuple):
 
 def run_kernel(
     q: Float[Array, "Hkv rows D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    keys: BlockPool,
+    values: BlockPool,
     block_tables: Int32[Array, "B M"],
     work_list: WorkList,
     *,
@@ -51,8 +53,8 @@ def run_kernel(
 
     Args:
         q: [Hkv, rows, D], a row a query and head of the group; rows fill whole query blocks.
-        k_pages: [N, Hkv, P, D], stays in HBM.
-        v_pages: [N, Hkv, P, Dv], stays in HBM.
+        keys: of pages of P tokens of D elements; stays in HBM.
+        values: of pages of P tokens of Dv elements; stays in HBM.
         block_tables: int32 [B, M].
         work_list: what to do.
         tiles: the sizes.
@@ -68,12 +70,14 @@ def run_kernel(
         The `KernelOutput`.
     """
     kv_heads, rows, head_dim = q.shape
-    page_size, v_head_dim = v_pages.shape[2:]
+    page_size, v_head_dim = values.page_shape
     blocks = rows // tiles.rows
     chunks = tiles.rows // tiles.chunk_rows
     kv_blocks = -(-block_tables.shape[1] // tiles.pages)
     stat_lanes = -(-kv_heads * tiles.window_rows // LANES) * LANES
     f32 = jnp.float32
+    sides = (keys, values)
+    copied = tuple(side.copied for side in sides)
 
     def per_block(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((kv_heads, tiles.rows, width), lambda i, *_: (0, i, 0))
@@ -86,11 +90,16 @@ def run_kernel(
         jax.ShapeDtypeStruct((blocks, kv_heads, chunks, tiles.chunk_rows), f32),
     ]
     scratch_shapes: list[Any] = [
-        pltpu.VMEM((2, kv_heads, tiles.pages, page_size, head_dim), k_pages.dtype),
-        pltpu.VMEM((2, kv_heads, tiles.pages, page_size, v_head_dim), v_pages.dtype),
-        pltpu.SemaphoreType.DMA((2, 2)),
         pltpu.VMEM((kv_heads, tiles.rows, 2), f32),
         pltpu.VMEM((kv_heads, tiles.rows, v_head_dim), f32),
+        pltpu.SemaphoreType.DMA((2, len(jax.tree.leaves(copied)))),
+        tuple(_buffers(each, tiles.pages) for each in copied),
+        tuple(
+            None
+            if side.coding is None
+            else pltpu.VMEM((1, kv_heads, tiles.pages, *side.page_shape), q.dtype)
+            for side in sides
+        ),
     ]
     if num_windows:
         out_specs.append(in_hbm)
@@ -109,6 +118,7 @@ def run_kernel(
         name = "sparse_paged_attention"
     body = functools.partial(
         _body,
+        codings=(keys.coding, values.coding),
         tiles=tiles,
         masking=masking,
         listed=page_tokens is not None,
@@ -120,7 +130,7 @@ def run_kernel(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(blocks,),
-            in_specs=[per_block(head_dim), in_hbm, in_hbm],
+            in_specs=[per_block(head_dim), jax.tree.map(lambda _: in_hbm, copied)],
             out_specs=out_specs,
             scratch_shapes=scratch_shapes,
         ),
@@ -132,25 +142,53 @@ def run_kernel(
         ),
         interpret=interpret,
         name=name,
-    )(*scalars, q, k_pages, v_pages)
+    )(*scalars, q, copied)
     return KernelOutput(out, lse, raw[0] if raw else None)
 
 
+def _buffers(copied: Copied, pages: int) -> Copied:
+    """The double buffer of what is copied of a pool, for blocks of so many pages."""
+    return Copied(
+        tuple(
+            pltpu.VMEM((2, each.shape[1], pages, *each.shape[2:]), each.dtype)
+            for each in copied.pages
+        ),
+        tuple(pltpu.VMEM((2, *each.shape[2:]), each.dtype) for each in copied.factors),
+    )
+
+
 def _body(
-    *refs: Any, tiles: Tiles, masking: Masking, listed: bool, statistics: bool, decode: bool
+    *refs: Any,
+    codings: tuple[Coding | None, Coding | None],
+    tiles: Tiles,
+    masking: Masking,
+    listed: bool,
+    statistics: bool,
+    decode: bool,
 ) -> None:
     """Compute one query block; `refs` are scalars, inputs, outputs and scratch, in that order."""
     num_work = len(Work._fields)
     block_items, *left = refs
     work, tables, left = Work(*left[:num_work]), left[num_work], left[num_work + 1 :]
     page_tokens = left.pop(0) if listed else None
-    q, k_pages, v_pages, out, lse, *left = left
+    q, pools, out, lse, *left = left
     raw = left.pop(0) if statistics else None
-    k_buffer, v_buffer, semaphores, running, weighted, *left = left
+    running, weighted, semaphores, buffers, elements, *left = left
+    unpackers = [
+        Unpacker(coding, arrived.pages, arrived.factors, place)
+        for coding, arrived, place in zip(codings, buffers, elements, strict=True)
+        if coding is not None
+    ]
+    k_block, v_block = (
+        arrived.pages[0] if place is None else place
+        for arrived, place in zip(buffers, elements, strict=True)
+    )
     writer = StatisticsWriter(raw, *left) if statistics else None
-    stream = PageStream(work, tables, k_pages, v_pages, k_buffer, v_buffer, semaphores)
+    stream = PageStream(work, tables, pools, buffers, semaphores)
     accumulators = Accumulators(running, weighted)
-    folder = BlockFolder(q, stream, accumulators, writer, tiles, masking, decode, page_tokens)
+    folder = BlockFolder(
+        q, stream, k_block, v_block, accumulators, writer, tiles, masking, decode, page_tokens
+    )
     step = pl.program_id(0)
 
     @pl.when(step == 0)
@@ -174,7 +212,10 @@ def _body(
     def per_item(item: Scalar, _: None) -> None:
         def per_kv_block(block: Scalar, _: None) -> None:
             stream.start_next(item, block)
-            folder.fold(item, block, stream.wait(item, block))
+            buffer = stream.wait(item, block)
+            for unpacker in unpackers:
+                unpacker.unpack(buffer)
+            folder.fold(item, block, buffer)
 
         lax.fori_loop(0, stream.num_blocks(item), per_kv_block, None)
 

@@ -10,31 +10,41 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels.mosaic.work import Scalar, Work
 
 
+class Copied(NamedTuple):
+    """What is copied of a pool of keys, or of values; or the buffers it is copied to.
+
+    Attributes:
+        pages: [N, Hkv, rows, width] each, copied page by page: elements, or planes of codes. A page
+            of all KV heads is one contiguous copy. Buffers are [2, Hkv, pages, rows, width].
+        factors: [W or 1, kv_blocks or 1, ...] each, copied block by block: see `factors`. Buffers
+            are [2, ...].
+    """
+
+    pages: tuple[Any, ...]
+    factors: tuple[Any, ...] = ()
+
+
 class PageStream(NamedTuple):
-    """The refs of the double buffer. A page of all KV heads is one contiguous copy.
+    """The refs of the double buffer.
 
     Attributes:
         work: the items, refs in scalar memory.
         tables: flattened block tables, a ref in scalar memory.
-        k_pages: the pool of keys, [N, Hkv, P, D], left in HBM.
-        v_pages: the pool of values, [N, Hkv, P, Dv], left in HBM.
-        k_buffer: [2, Hkv, pages, P, D] in VMEM.
-        v_buffer: [2, Hkv, pages, P, Dv] in VMEM.
-        semaphores: DMA semaphores [2, 2]: keys and values, of each buffer.
+        pools: of keys and of values, left in HBM.
+        buffers: of keys and of values, in VMEM.
+        semaphores: DMA semaphores [2, arrays]: of each buffer, of each array that is copied.
     """
 
     work: Work
     tables: Any
-    k_pages: Any
-    v_pages: Any
-    k_buffer: Any
-    v_buffer: Any
+    pools: tuple[Copied, Copied]
+    buffers: tuple[Copied, Copied]
     semaphores: Any
 
     @property
     def block_pages(self) -> int:
         """Pages of a KV block."""
-        pages: int = self.k_buffer.shape[2]
+        pages: int = self.buffers[0].pages[0].shape[2]
         return pages
 
     def num_blocks(self, item: Scalar) -> Scalar:
@@ -67,6 +77,8 @@ class PageStream(NamedTuple):
                     dma.start()
 
             lax.fori_loop(0, self._pages(item, block), copy, None)
+            for dma in self._factor_copies(item, block, slot):
+                dma.start()
 
     def start_next(self, item: Scalar, block: Scalar) -> None:
         """Start the block after this one: the item's next, or the next item's first."""
@@ -83,16 +95,37 @@ class PageStream(NamedTuple):
                 dma.wait()
 
         lax.fori_loop(0, self._pages(item, block), done, None)
+        for dma in self._factor_copies(item, block, slot):
+            dma.wait()
         return slot
 
     def _pages(self, item: Scalar, block: Scalar) -> Scalar:
         left = self.work.num_pages[item] - block * self.block_pages
         return jnp.minimum(left, self.block_pages)
 
-    def _copies(self, page_id: Scalar | int, slot: Scalar, page: Scalar) -> tuple[Any, Any]:
-        keys = self.k_buffer.at[slot, :, page]
-        values = self.v_buffer.at[slot, :, page]
-        return (
-            pltpu.make_async_copy(self.k_pages.at[page_id], keys, self.semaphores.at[0, slot]),
-            pltpu.make_async_copy(self.v_pages.at[page_id], values, self.semaphores.at[1, slot]),
-        )
+    def _copies(self, page_id: Scalar | int, slot: Scalar, page: Scalar) -> list[Any]:
+        pools, buffers = ([page for side in each for page in side.pages] for each in self._both)
+        return [
+            pltpu.make_async_copy(
+                pool.at[page_id], buffer.at[slot, :, page], self.semaphores.at[slot, which]
+            )
+            for which, (pool, buffer) in enumerate(zip(pools, buffers, strict=True))
+        ]
+
+    def _factor_copies(self, item: Scalar, block: Scalar, slot: Scalar) -> list[Any]:
+        def of_block(factor: Any) -> Any:
+            items, blocks = factor.shape[:2]
+            return factor.at[item if items > 1 else 0, block if blocks > 1 else 0]
+
+        factors, buffers = ([each for side in both for each in side.factors] for both in self._both)
+        first = self.semaphores.shape[1] - len(factors)
+        return [
+            pltpu.make_async_copy(
+                of_block(factor), buffer.at[slot], self.semaphores.at[slot, first + which]
+            )
+            for which, (factor, buffer) in enumerate(zip(factors, buffers, strict=True))
+        ]
+
+    @property
+    def _both(self) -> tuple[tuple[Copied, Copied], tuple[Copied, Copied]]:
+        return self.pools, self.buffers

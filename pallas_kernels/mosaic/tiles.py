@@ -66,7 +66,7 @@ def choose_tiles(
         head_dim: width of keys.
         v_head_dim: width of values.
         q_itemsize: bytes of a query's element.
-        kv_itemsize: bytes of a page's element.
+        kv_itemsize: bytes of an element of a KV block, unpacked.
         out_itemsize: bytes of an element that the kernel writes.
         decode: whether each sequence has one query.
 

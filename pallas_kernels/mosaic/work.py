@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from kvjax.pallas_kernels.residual import encoded_before
+
 Scalar = Int32[Array, ""]
 
 # Scalar memory has 2**18 words on the generations from v5e on; the compiler takes some itself.
@@ -124,6 +126,7 @@ def visible_pages(
     page_size: int,
     window: int | None,
     sink_tokens: int,
+    residual: int | None = None,
 ) -> tuple[Int32[Array, "W"], Int32[Array, "W"], Int32[Array, "W"], Int32[Array, "W"]]:
     """Find the pages that consecutive queries of a sequence may see.
 
@@ -134,11 +137,15 @@ def visible_pages(
         page_size: tokens a page.
         window: tokens a query sees, itself included, or None.
         sink_tokens: first tokens that stay visible outside the window.
+        residual: newest tokens that are not here for a query, or None; see `encoded_before`.
 
     Returns:
         `end_slot`, `sink_pages`, `window_page` and `num_pages` of `Work`.
     """
-    end_slot = jnp.clip(first_position + num_queries, 0, lengths)
+    end_slot = first_position + num_queries
+    if residual is not None:
+        end_slot = encoded_before(end_slot - 1, residual, page_size)
+    end_slot = jnp.clip(end_slot, 0, lengths)
     end_slot = jnp.where(num_queries > 0, end_slot, 0)
     end_page = (end_slot + (page_size - 1)) // page_size
     if window is None:
@@ -148,6 +155,23 @@ def visible_pages(
     sinks = jnp.minimum(end_slot, sink_tokens)
     sink_pages = jnp.minimum((sinks + (page_size - 1)) // page_size, window_page)
     return end_slot, sink_pages, window_page, sink_pages + jnp.maximum(end_page - window_page, 0)
+
+
+def pages_in_order(work: Work, block_tables: Int32[Array, "B M"]) -> Int32[Array, "W M"]:
+    """Page ids as the kernel reads them, an item a row: its visible pages, then anything.
+
+    Args:
+        work: the items.
+        block_tables: int32 [B, M].
+    """
+    flat = block_tables.reshape(-1)
+    visible = jnp.arange(block_tables.shape[1], dtype=jnp.int32)[None, :]
+    start, sinks, later = (
+        each[:, None] for each in (work.table_start, work.sink_pages, work.window_page)
+    )
+    entry = start + jnp.where(visible < sinks, visible, visible - sinks + later)
+    ids: Array = flat.at[entry].get(mode="clip")
+    return ids
 
 
 def decode_work(
@@ -256,6 +280,7 @@ def ragged_work(
     page_size: int,
     window: int | None,
     sink_tokens: int,
+    residual: int | None = None,
 ) -> WorkList:
     """List the work of a ragged batch: the pieces that sequences and query blocks cut it into.
 
@@ -271,6 +296,7 @@ def ragged_work(
         page_size: tokens a page.
         window: tokens a query sees, itself included, or None.
         sink_tokens: first tokens that stay visible outside the window.
+        residual: newest tokens that are not here for a query, or None; see `encoded_before`.
 
     Returns:
         The list; it has num_blocks + B items, some of them empty.
@@ -294,6 +320,7 @@ def ragged_work(
         page_size=page_size,
         window=window,
         sink_tokens=sink_tokens,
+        residual=residual,
     )
     first_query = start % block_tokens
     last_query = jnp.maximum(first_query + queries - 1, first_query)

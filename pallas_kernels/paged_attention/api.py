@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, as_pool
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, as_pool
 from kvjax.pallas_kernels.support import Implementation, choose
 from kvjax.pallas_kernels.validate import check_arrays, check_options
 
@@ -83,7 +83,8 @@ def paged_attention(
         head_dim=q.shape[2],
         v_head_dim=v_pages.shape[3],
         page_size=k_pages.shape[2],
-        dtype=k_pages.dtype,
+        dtype=q.dtype if isinstance(k_pages, PackedPages) else k_pages.dtype,
+        pools=(k_pages, v_pages),
     )
     # By name and only now: importing Pallas takes longer than importing JAX.
     backend = import_module(f"kvjax.pallas_kernels.paged_attention.{chosen}")

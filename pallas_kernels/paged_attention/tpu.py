@@ -8,15 +8,17 @@ from jaxtyping import Array, Float, Int32
 from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.mosaic.attend import attend_work
 from kvjax.pallas_kernels.mosaic.block import Masking
+from kvjax.pallas_kernels.mosaic.pools import block_itemsize
 from kvjax.pallas_kernels.mosaic.tiles import choose_tiles
 from kvjax.pallas_kernels.mosaic.work import decode_work, rows_per_kernel
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 
 
 def paged_attention_tpu(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,
@@ -37,8 +39,8 @@ def paged_attention_tpu(
 
     Args:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         block_tables: int32 [B, M].
         lengths: int32 [B], tokens.
         scale: factor of the scores.
@@ -66,7 +68,7 @@ def paged_attention_tpu(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_itemsize=q.dtype.itemsize,
-        kv_itemsize=k_pages.dtype.itemsize,
+        kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=True,
     )

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.paged_attention.gpu import paged_attention_gpu
 from kvjax.pallas_kernels.ragged_paged_attention.rows import query_rows
+from kvjax.pallas_kernels.residual import encoded_before
 
 
 def ragged_paged_attention_gpu(
@@ -27,6 +28,7 @@ def ragged_paged_attention_gpu(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    residual: int | None = None,
     interpret: bool = False,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
@@ -47,18 +49,23 @@ def ragged_paged_attention_gpu(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
         interpret: whether to run the kernel in Pallas' interpreter, on any platform.
 
     Returns:
         The `AttentionOutput`, T = q.shape[0].
     """
     rows = query_rows(kv_lengths, cu_q_lengths, q.shape[0])
+    lengths = rows.length
+    if residual is not None:
+        encoded = encoded_before(rows.position, residual, k_pages.shape[2])
+        lengths = jnp.where(rows.padding, 0, encoded)
     result = paged_attention_gpu(
         q,
         k_pages,
         v_pages,
         block_tables[rows.sequence],
-        rows.length,
+        lengths,
         scale=scale,
         window=window,
         sink_tokens=sink_tokens,

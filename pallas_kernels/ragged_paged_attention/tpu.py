@@ -8,15 +8,17 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.mosaic.attend import attend_work
 from kvjax.pallas_kernels.mosaic.block import Masking
+from kvjax.pallas_kernels.mosaic.pools import block_itemsize
 from kvjax.pallas_kernels.mosaic.tiles import choose_tiles
 from kvjax.pallas_kernels.mosaic.work import ragged_work, rows_per_kernel
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 
 
 def ragged_paged_attention_tpu(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -27,6 +29,7 @@ def ragged_paged_attention_tpu(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    residual: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
@@ -39,8 +42,8 @@ def ragged_paged_attention_tpu(
 
     Args:
         q: [T, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         block_tables: int32 [B, M].
         kv_lengths: int32 [B], tokens.
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.
@@ -50,6 +53,7 @@ def ragged_paged_attention_tpu(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
 
     Returns:
@@ -68,7 +72,7 @@ def ragged_paged_attention_tpu(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_itemsize=q.dtype.itemsize,
-        kv_itemsize=k_pages.dtype.itemsize,
+        kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=False,
     )
@@ -86,6 +90,7 @@ def ragged_paged_attention_tpu(
             page_size=page_size,
             window=window,
             sink_tokens=sink_tokens,
+            residual=residual,
         )
         part = attend_work(
             q,
@@ -94,7 +99,7 @@ def ragged_paged_attention_tpu(
             block_tables[start : start + most],
             work_list,
             tiles=tiles,
-            masking=Masking(scale, window, sink_tokens, soft_cap),
+            masking=Masking(scale, window, sink_tokens, soft_cap, residual),
             page_stats=page_stats,
             out_dtype=out_dtype,
             decode=False,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool, as_pool
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, as_pool
 from kvjax.pallas_kernels.sparse_paged_attention.lists import bounded_lists
 from kvjax.pallas_kernels.support import Implementation, choose
 from kvjax.pallas_kernels.validate import check_options
@@ -81,7 +81,8 @@ def sparse_paged_attention(
         head_dim=q.shape[2],
         v_head_dim=v_pages.shape[3],
         page_size=page_size,
-        dtype=k_pages.dtype,
+        dtype=q.dtype if isinstance(k_pages, PackedPages) else k_pages.dtype,
+        pools=(k_pages, v_pages),
     )
     # By name and only now: importing Pallas takes longer than importing JAX.
     backend = import_module(f"kvjax.pallas_kernels.sparse_paged_attention.{chosen}")

@@ -8,15 +8,17 @@ from jaxtyping import Array, Float, Int32
 from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.mosaic.attend import attend_work
 from kvjax.pallas_kernels.mosaic.block import Masking
+from kvjax.pallas_kernels.mosaic.pools import block_itemsize
 from kvjax.pallas_kernels.mosaic.tiles import choose_tiles
 from kvjax.pallas_kernels.mosaic.work import list_work, lists_per_kernel
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 
 
 def sparse_paged_attention_tpu(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
     *,
@@ -35,8 +37,8 @@ def sparse_paged_attention_tpu(
 
     Args:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         page_ids: int32 [B, Hkv, K], all from 0 to N - 1.
         page_tokens: int32 [B, Hkv, K], from 0 to P; 0 where there is no page.
         scale: factor of the scores.
@@ -49,7 +51,7 @@ def sparse_paged_attention_tpu(
         The `AttentionOutput`, T = B.
     """
     batch, heads, head_dim = q.shape
-    num_pages, kv_heads, page_size, v_head_dim = v_pages.shape
+    _, kv_heads, page_size, v_head_dim = v_pages.shape
     width = page_ids.shape[2]
     lists, group = batch * kv_heads, heads // kv_heads
     out_dtype = q.dtype if sink_logits is None else jnp.dtype(jnp.float32)
@@ -61,7 +63,7 @@ def sparse_paged_attention_tpu(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         q_itemsize=q.dtype.itemsize,
-        kv_itemsize=k_pages.dtype.itemsize,
+        kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=True,
     )
@@ -73,14 +75,12 @@ def sparse_paged_attention_tpu(
     ids, tokens = (jnp.take_along_axis(each, order, axis=1) for each in (ids, tokens))
 
     rows = q.reshape(lists, group, head_dim)
-    keys = k_pages.reshape(num_pages * kv_heads, 1, page_size, head_dim)
-    values = v_pages.reshape(num_pages * kv_heads, 1, page_size, v_head_dim)
     most = lists_per_kernel(lists, width, -(-lists // tiles.tokens))
     parts = [
         attend_work(
             rows[start : start + most],
-            keys,
-            values,
+            k_pages,
+            v_pages,
             ids[start : start + most],
             list_work(
                 tokens[start : start + most],

@@ -90,13 +90,14 @@ def test_no_race_between_copies_and_computation(op, case, small_tiles, capfd):
 def test_a_race_would_be_noticed(small_tiles, capfd, monkeypatch):
     def copies(self, page_id, slot, page):
         # Both halves of the double buffer are the first.
-        pools = ((self.k_pages, self.k_buffer), (self.v_pages, self.v_buffer))
-        return tuple(
+        return [
             pltpu.make_async_copy(
-                pool.at[page_id], buffer.at[0, :, page], self.semaphores.at[which, slot]
+                pool.pages[0].at[page_id],
+                buffer.pages[0].at[0, :, page],
+                self.semaphores.at[slot, which],
             )
-            for which, (pool, buffer) in enumerate(pools)
-        )
+            for which, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True))
+        ]
 
     def run_whatever_comes_out():
         with contextlib.suppress(AssertionError):
