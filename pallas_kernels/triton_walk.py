@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
+from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.triton_codes import load_elements
+
 # A Triton block is a power of two along every axis and a matrix product takes at least 16.
 SMALLEST_BLOCK = 16
 # Keys and values of one step stay in registers as float32: at most this many elements of each.
@@ -18,8 +21,8 @@ class Refs(NamedTuple):
 
     Attributes:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         sink_logits: [Hq], read only if there are sinks.
         out: [B, Hq, Dv].
         lse: [B, Hq].
@@ -98,6 +101,8 @@ def walk_pages(
     def load(pages: Any, page: Any, offset: Any, columns: Any, visible: Any) -> Any:
         """Read some slots of a page; hidden ones may lie outside the pool or hold NaN: 0."""
         mask = visible[:, None] & (columns < pages.shape[3])[None, :]
+        if isinstance(pages, PackedPages):
+            return load_elements(pages, page, kv_head, offset, columns, mask)
         return plgpu.load(
             pages.at[page, kv_head, offset[:, None], columns[None, :]], mask=mask, other=0
         )

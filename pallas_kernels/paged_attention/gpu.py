@@ -15,13 +15,14 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.triton_walk import Refs, Scoring, walk_pages
 
 
 def paged_attention_gpu(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,
@@ -40,8 +41,8 @@ def paged_attention_gpu(
 
     Args:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         block_tables: int32 [B, M].
         lengths: int32 [B], tokens.
         scale: factor of the scores.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.paged_attention.gpu import paged_attention_gpu
 from kvjax.pallas_kernels.ragged_paged_attention.rows import query_rows
 from kvjax.pallas_kernels.residual import encoded_before
@@ -16,8 +17,8 @@ from kvjax.pallas_kernels.residual import encoded_before
 
 def ragged_paged_attention_gpu(
     q: Float[Array, "T Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -38,8 +39,8 @@ def ragged_paged_attention_gpu(
 
     Args:
         q: [T, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         block_tables: int32 [B, M].
         kv_lengths: int32 [B], tokens.
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.

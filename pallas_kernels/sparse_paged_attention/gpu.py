@@ -15,13 +15,14 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32
 
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.triton_walk import Refs, Scoring, walk_pages
 
 
 def sparse_paged_attention_gpu(
     q: Float[Array, "B Hq D"],
-    k_pages: Float[Array, "N Hkv P D"],
-    v_pages: Float[Array, "N Hkv P Dv"],
+    k_pages: KeyPool,
+    v_pages: ValuePool,
     page_ids: Int32[Array, "B Hkv K"],
     page_tokens: Int32[Array, "B Hkv K"],
     *,
@@ -37,8 +38,8 @@ def sparse_paged_attention_gpu(
 
     Args:
         q: [B, Hq, D].
-        k_pages: [N, Hkv, P, D].
-        v_pages: [N, Hkv, P, Dv].
+        k_pages: [N, Hkv, P, D], plain or packed.
+        v_pages: [N, Hkv, P, Dv], likewise.
         page_ids: int32 [B, Hkv, K], all from 0 to N - 1.
         page_tokens: int32 [B, Hkv, K], from 0 to P; 0 where there is no page.
         scale: factor of the scores.
