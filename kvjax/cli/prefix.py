@@ -11,7 +11,7 @@ import typer
 from kvjax.cli import options, prompt
 from kvjax.cli.console import bars, note, size_of
 from kvjax.cli.running import open_model
-from kvjax.cli.stored import CHAT, PANEL, StoreUrl, open_prefixes, prefix_options
+from kvjax.cli.stored import CHAT, PANEL, Codec, StoreUrl, open_prefixes, prefix_options
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.inputs import token_ids
@@ -45,6 +45,7 @@ def add(
             show_default="no limit",
         ),
     ] = None,
+    codec: Codec = PrefixConfig.codec,
     replace_shorter: Annotated[
         bool,
         typer.Option(
@@ -65,6 +66,7 @@ def add(
     """
     text = prompt.gather(None, None, True) if str(file) == "-" else prompt.read_text(file)
     text = text.strip()  # as `generate --file` does: the same tokens either way
+    config = dataclasses.replace(config, codec=codec)  # type: ignore[arg-type]  # it refuses
     prefixes = open_prefixes(store, cache_dir, config, max_bytes)
     began = time.time()
     with bars() as progress:
@@ -82,6 +84,7 @@ def add(
         replaced = prefixes.remove_shorter(info.key) if replace_shorter else []
     if as_json:
         found: dict[str, Any] = {"key": info.key, "tokens": info.tokens, "bytes": info.bytes}
+        found["codec"] = info.codec
         found["replaced"] = [shorter.key for shorter in replaced]
         print(json.dumps({**found, "layout": dataclasses.asdict(info.layout)}))
         return
@@ -89,6 +92,7 @@ def add(
     note(
         f"{'stored' if info.created >= began else 'already there'}: {info.tokens:,} tokens in "
         f"{size_of(info.bytes)}, of which {size_of(info.sketch_bytes)} to choose pages by"
+        f"{'' if info.codec == 'none' else f'; pages encoded by {info.codec}'}"
     )
     for shorter in replaced:
         note(f"replaced: {shorter.key[:12]}, {shorter.label}, {shorter.tokens:,} tokens")

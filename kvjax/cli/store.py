@@ -47,8 +47,10 @@ def list_segments(
         print(json.dumps([_as_dict(info) for info in infos]))
         return
     grid = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("key", "label", "tokens", "size", "hits", "written", "used"):
-        left = column in ("key", "label")
+    encoded = any(info.codec != "none" for info in infos)  # else the label needs the space
+    codec = ["codec"] if encoded else []
+    for column in ("key", "label", "tokens", "size", *codec, "hits", "written", "used"):
+        left = column in ("key", "label", "codec")
         grid.add_column(column, justify="left" if left else "right", no_wrap=column != "label")
     for info in infos:
         grid.add_row(
@@ -56,6 +58,7 @@ def list_segments(
             Text(info.label, no_wrap=True, overflow="ellipsis"),  # alone gives way
             f"{info.tokens:,}",
             size_of(info.bytes),
+            *([info.codec] if encoded else []),
             f"{info.hits:,}",
             _ago(info.created),
             _ago(info.last_used),

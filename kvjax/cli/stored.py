@@ -38,6 +38,14 @@ StoreUrl = Annotated[
     ),
 ]
 
+Codec = Annotated[
+    str,
+    typer.Option(
+        help="How pages that are written are encoded, without loss: none, zstd, blosc or splitzip.",
+        rich_help_panel=PANEL,
+    ),
+]
+
 ReadTimeout = Annotated[
     float,
     typer.Option(

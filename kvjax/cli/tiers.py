@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import size_of
+from kvjax.cli.stored import Codec
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
@@ -28,6 +29,7 @@ class TierOptions:
       calibration: a file of `kvjax calibrate tiers`, or None.
       order: how pages lie in the store's files.
       keep_generated: whether the answer's pages join the store.
+      codec: how pages are encoded in the store.
     """
 
     select: Select | None
@@ -35,6 +37,7 @@ class TierOptions:
     calibration: pathlib.Path | None = None
     order: str = Place.order
     keep_generated: bool = Place.keep_generated
+    codec: str = Place.codec
 
 
 def tier_options(
@@ -103,6 +106,7 @@ def tier_options(
             rich_help_panel=PANEL,
         ),
     ] = Place.keep_generated,
+    codec: Codec = Place.codec,
 ) -> TierOptions:
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
@@ -129,7 +133,7 @@ def tier_options(
         )
     times = Window.times if window is None else window
     kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
-    return TierOptions(chosen, kept, calibration, page_order, keep_generated)
+    return TierOptions(chosen, kept, calibration, page_order, keep_generated, codec)
 
 
 def with_tiers(
@@ -153,8 +157,8 @@ def with_tiers(
     if tiers.select is None:
         if tiers != TierOptions(None, Window()):
             raise KvjaxError(
-                "--window, --window-plan, --calibration, --page-order, --keep-generated and "
-                "--evict are of use with --select only: say what selects the pages, such as "
+                "--window, --window-plan, --calibration, --codec, --page-order, --keep-generated "
+                "and --evict are of use with --select only: say what selects the pages, such as "
                 "--select low-bit"
             )
         return cache
@@ -183,6 +187,7 @@ def with_tiers(
         timeout_s=config.timeout_s,
         order=tiers.order,  # type: ignore[arg-type]  # Place refuses
         keep_generated=tiers.keep_generated,
+        codec=tiers.codec,  # type: ignore[arg-type]
     )
     select = dataclasses.replace(tiers.select, bits=config.bits)
     return dataclasses.replace(cache, select=select, window=tiers.window, place=place)

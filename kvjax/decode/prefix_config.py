@@ -11,6 +11,7 @@ from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds,
 from kvjax.policies.budget import Budget
 from kvjax.policies.select import Who
 from kvjax.storage.layout import Layout
+from kvjax.storage.unit_codec import Codec
 
 By = Literal["low-bit", "mean", "quest", "keys", "impress", "h2o", "all"]
 LoadPolicy = Literal["auto", "load", "recompute"]
@@ -52,6 +53,9 @@ class PrefixConfig:
         so that a page which leaves the device is not transferred.
       pin_host: whether pages in host memory are also kept page-locked (JAX's "pinned_host"), as
         many bytes again, where a program on an accelerator reads them without a call to Python.
+      codec: how pages that are added are encoded in the store, always without loss: "none"; "zstd";
+        "blosc", bits shuffled, then LZ4; or "splitzip" (arXiv:2605.01708), of bfloat16 only, which
+        gives way to "none" where it saves nothing. What is stored says itself how it is read.
       placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
         "lru", "lfu" or IMPRESS's score.
       timeout_s: the longest wait for a read, or for another answer of the store, in seconds.
@@ -75,11 +79,13 @@ class PrefixConfig:
     device_bytes: int = 0
     pin_host: bool = False
     placement: Placement = "attention"
+    codec: Codec = "none"
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         Budget(self.budget)
-        for name, kind in (("by", By), ("load_policy", LoadPolicy), ("placement", Placement)):
+        kinds = {"by": By, "load_policy": LoadPolicy, "placement": Placement, "codec": Codec}
+        for name, kind in kinds.items():
             _one_of(name, getattr(self, name), get_args(kind))
         _one_of("on_read_failure", self.on_read_failure, ("recompute", "fail"))
         if self.by == "low-bit":
@@ -165,6 +171,23 @@ class PrefixConfig:
         if self.sketch() is None:
             return None
         return f"low-bit-{self.bits}-{self.clip:g}" if self.by == "low-bit" else self.by
+
+
+def check_codec(codec: str, dtype: str) -> None:
+    """Refuse a codec that cannot encode the pages of a cache.
+
+    Args:
+      codec: as `PrefixConfig.codec`.
+      dtype: of the cache.
+
+    Raises:
+      KvjaxError: it cannot.
+    """
+    if codec == "splitzip" and dtype != "bfloat16":
+        raise KvjaxError(
+            f"codec is {codec!r} and the cache is {dtype}: it encodes bfloat16; keep the cache in "
+            f"bfloat16, or choose 'zstd' or 'blosc'"
+        )
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from kvjax.decode.open_prefixes import (
 )
 from kvjax.decode.prefilled_pages import PrefilledPages, check_layers, prefilled_pages
 from kvjax.decode.prefix_call import PrefixCall
-from kvjax.decode.prefix_config import PrefixConfig
+from kvjax.decode.prefix_config import PrefixConfig, check_codec
 from kvjax.decode.reordering import TokenUses, find_reordered
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes
@@ -129,12 +129,14 @@ class PrefixCache:
           What is stored.
 
         Raises:
-          KvjaxError: the prompt is shorter than a page or longer than the model's context, or the
-            model has layers whose pages cannot be chosen from.
+          KvjaxError: the prompt is shorter than a page or longer than the model's context, the
+            model has layers whose pages cannot be chosen from, or the codec cannot encode the
+            cache's dtype.
           StoreError: the store cannot be written; nothing was published.
         """
         cache = cache or CacheConfig()
         check_layers(model)
+        check_codec(self.config.codec, cache_spec(model, cache).dtype)
         ids = inputs.token_ids(model, prompt)
         if len(ids) < cache.page_size:
             raise KvjaxError(
@@ -223,6 +225,7 @@ class PrefixCache:
                         sketches=kept,
                         label=label or model.name,
                         after=after,
+                        codec=self.config.codec,
                     )
                 except StoreFullError:
                     if not self._open.close_one():  # what is open is not evicted
@@ -414,19 +417,21 @@ class PrefixCache:
         if reads.failure is not None:
             return self._failed(reads.failure, segment.info)
         after = segment.bytes_read()
+        payload = after.payload - before.payload
+        whole = (after.units - before.units) * segment.unit_bytes
         stats = PrefixStats(
             key=segment.info.key,
             pages=call.pages,
             pages_chosen=call.count,
             page_size=segment.info.layout.page_size,
-            bytes_read=after.payload - before.payload,
+            bytes_read=payload,
             # Chunks are read whole for tokens: what these occupy is what is attended to.
             bytes_used=call.chosen_bytes if self.config.by_tokens else reads.bytes_used,
             bytes_scored=reads.bytes_scored,
             index_bytes=after.index - before.index,
             sketch_bytes=after.sketches - start.sketches,
             calibration_bytes=before.payload + before.index - start.payload - start.index,
-            bytes_wasted=counts.wasted_bytes,
+            bytes_wasted=round(counts.wasted_bytes * min(payload / whole, 1)) if whole else 0,
             bytes_prefetched=counts.prefetched * counts.unit_bytes,
             device_hits=counts.device_hits,
             host_hits=counts.host_hits,

@@ -214,6 +214,7 @@ def _write(store: PageStore, info: SegmentInfo, counts: np.ndarray) -> SegmentIn
             layout=info.layout,
             sketches={**small, ORDER: order.astype(np.int32), USES: uses},
             label=f"{info.label}, reordered",
+            codec=info.codec,
         )
 
 

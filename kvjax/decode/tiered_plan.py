@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import cache_spec
+from kvjax.decode.prefix_config import check_codec
 from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
 from kvjax.decode.tiered_index import index_for
 from kvjax.decode.tiered_slots import slots_by_head
@@ -33,6 +34,8 @@ def tiered_plan(
     assert select is not None
     _check_context(model, lengths, new_tokens)
     check_layers(model)
+    if place is not None:
+        check_codec(place.codec, cache_spec(model, cache).dtype)
     size, spec = cache.page_size, cache_spec(model, cache)
     check_attention(spec, cache)
     choice = select.choice()

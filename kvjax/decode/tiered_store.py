@@ -42,7 +42,7 @@ class PromptStore:
         assert place is not None and place.store is not None  # noqa: PT018  the caller looked
         self._cache, self._timeout_s, self._order = cache, place.timeout_s, place.order
         self._host_bytes = most if place.host_bytes is None else place.host_bytes
-        config = PrefixConfig(who="head", timeout_s=place.timeout_s)
+        config = PrefixConfig(who="head", timeout_s=place.timeout_s, codec=place.codec)
         self._prefixes = PrefixCache(place.store, config=config)
         self._tiers: Tiers | None = None
         self._readers: list[Prefetcher] = []

@@ -18,6 +18,7 @@ from kvjax.policies.retroinfer import RetroInfer
 from kvjax.policies.select import Aggregate, Choice
 from kvjax.policies.sketch import MeanKeys, QuestBounds
 from kvjax.policies.window_plan import WindowPlan
+from kvjax.storage.unit_codec import Codec
 
 By = Literal[
     "low-bit",
@@ -177,6 +178,8 @@ class Place:
         found there, and is not stored: the statistics say so.
       order: how pages lie in the files of a prompt that is written: by "position", or by "cluster",
         pages of near keys next to each other. Neighbours come in one read.
+      codec: how a prompt's pages are encoded where they are written to the store, without loss:
+        "none", "zstd", "blosc" or "splitzip"; see `kvjax.decode.PrefixConfig`.
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds; one that failed or is late is made once
         more.
@@ -192,6 +195,7 @@ class Place:
     store: str | os.PathLike[str] | None = None
     keep_generated: bool = False
     order: Literal["position", "cluster"] = "position"
+    codec: Codec = "none"
     observe: int = 32
     timeout_s: float = 30.0
     micro_batches: int = 1
@@ -221,6 +225,12 @@ class Place:
             raise KvjaxError(
                 f"order is {self.order!r} and store is None: it is that of pages in the store's "
                 f"files; name a store, or leave out order"
+            )
+        _one_of("codec", self.codec, get_args(Codec))
+        if self.codec != "none" and self.store is None:
+            raise KvjaxError(
+                f"codec is {self.codec!r} and store is None: it is that of pages in the store's "
+                f"files; name a store, or leave out codec"
             )
         check_integer("observe", self.observe, 1)
         if check_integer("micro_batches", self.micro_batches, 1).bit_count() > 1:

@@ -104,6 +104,25 @@ def test_what_to_ask_with_is_told_whole(run, key, folder):
         assert option in line
 
 
+def test_pages_are_encoded_and_listed_so(run, folder):
+    text = folder / "encoded.txt"
+    text.write_text(f"abc {DOCUMENT}")
+    added = run("prefix", "add", text, "--codec", "zstd")
+    assert "pages encoded by zstd" in added.stderr
+    again = json.loads(whole(run("prefix", "add", text, "--codec", "blosc", "--json")))
+    assert again["codec"] == "zstd"  # what is stored stays as it is
+    listed = {
+        info["key"]: info["codec"] for info in json.loads(whole(run("store", "ls", "--json")))
+    }
+    assert listed[again["key"]] == "zstd"
+    assert " zstd " in whole(run("store", "ls"))
+    whole(run("store", "rm", again["key"]))
+    for codec, said in (("lz4", "--codec is 'lz4': must be one of"), ("splitzip", "is float32")):
+        result = run("prefix", "add", folder / "document.txt", "--codec", codec)
+        assert result.exit_code == 2
+        assert said in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -49,12 +49,14 @@ def test_an_answer_is_kept_and_pages_lie_by_cluster(run, folder):
     usual = ("--page-size", "8", "-n", "17", "--json")
     tiers = ("--select", "mean", "--step-budget", "100%", *usual)
     where = ("--store", folder / "kept", "--page-order", "cluster", "--keep-generated")
+    where += ("--codec", "zstd")
     stored = answer(run(DOCUMENT, *tiers, *where))
     assert stored["text"] == answer(run(DOCUMENT, *usual))["text"]
     kept = stored["stats"]["tiers"]["store"]
     assert kept["not_kept"] is None
     assert kept["pages_kept"] == 2
-    assert len(PageStore.open(folder / "kept").segments()) == 2
+    infos = PageStore.open(folder / "kept").segments()
+    assert [info.codec for info in infos] == ["zstd"] * 2
 
 
 def test_the_table_says_what_moved(run):
@@ -78,6 +80,9 @@ def test_the_table_says_what_moved(run):
         (("--select", "mean", "--keep-generated"), "--keep-generated needs --store: name a store"),
         (("--select", "mean", "--page-order", "luck"), "--page-order is 'luck': must be one of"),
         (("--select", "mean", "--page-order", "cluster"), "and --store is not given: it is that"),
+        (("--codec", "zstd"), "--codec, --page-order, --keep-generated and --evict are of use"),
+        (("--select", "mean", "--codec", "lz4"), "--codec is 'lz4': must be one of none, zstd"),
+        (("--select", "mean", "--codec", "zstd"), "--codec is 'zstd' and --store is not given"),
         (("--step-budget", "5%"), "--step-budget is of use with --select only"),
         (("--device-budget", "64MB"), "--device-budget is 64000000, which is of stored prefixes"),
         (("--host-budget", "64MB"), "give --prefix, --store or --select too, or leave it out"),

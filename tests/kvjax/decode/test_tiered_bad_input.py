@@ -61,6 +61,8 @@ SECONDS = "must be a number of seconds above 0"
         (Place, {"timeout_s": "1"}, f"timeout_s is '1': {SECONDS}"),
         (Place, {"store": "s", "order": "near"}, "order is 'near': must be one of position, clu"),
         (Place, {"order": "cluster"}, "order is 'cluster' and store is None"),
+        (Place, {"store": "s", "codec": "lz4"}, "codec is 'lz4': must be one of none, zstd, blosc"),
+        (Place, {"codec": "zstd"}, "codec is 'zstd' and store is None"),
         (Place, {"store": "s", "keep_generated": 1}, "keep_generated is 1: must be True or False"),
         (Place, {"keep_generated": True}, "keep_generated is True and store is None"),
         (CacheConfig, {"select": "25%"}, r"select is '25%': must be a kvjax\.Select, or None"),
