@@ -93,14 +93,14 @@ class Blobs:
         return self.ended_read(name, self.start_read(name, known))
 
     def read_end(self, name: str, size: int) -> bytes:
-        """The last bytes of a value.
+        """The last bytes of a value; none where there is no such value.
 
         Args:
           name: the value's.
           size: how many bytes.
 
         Raises:
-          StoreError: it is not there, has fewer, or cannot be read in time.
+          StoreError: it has fewer, or cannot be read in time.
         """
         future = self.kvstore.read(name, byte_range=slice(-size, None))
         return bytes(self._answer(future, f"reading {self.url}{name}").value)

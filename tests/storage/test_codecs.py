@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from kvjax.storage.errors import SegmentError, UnitError
+from kvjax.storage.blobs import Blobs
+from kvjax.storage.errors import SegmentError, StoreError, UnitError
 from kvjax.storage.layout import Grid, Layout
 from kvjax.storage.page_order import PAGE_PLACES
 from kvjax.storage.page_store import PageStore
@@ -73,6 +74,22 @@ def test_a_segment_comes_back_bit_for_bit_and_is_smaller(store, codec, layout):
     assert info.bytes == bytes_below(folder) - (folder / "store.json").stat().st_size
     assert info.bytes < put(PageStore.open(folder / "plain"), "none", layout=layout).bytes
     assert put(store, "none", layout=layout, sketches=SKETCHES) == info  # it stays as it is
+
+
+@pytest.mark.parametrize("codec", ENCODED)
+def test_any_url_that_tensorstore_understands(codec):
+    store = PageStore.open(f"memory://{codec}/")
+    info = put(store, codec)
+    assert_holds(store.open_segment(info.key), *like_real())
+    assert store.verify() == []
+
+
+def test_a_shard_that_lost_its_index_before_it_was_published_is_an_error(store, monkeypatch):
+    monkeypatch.setattr(Blobs, "read_end", lambda blobs, name, size: b"")
+    with pytest.raises(StoreError, match="it has no index"):
+        put(store, "zstd")
+    assert store.segments() == []
+    assert not list((store._blobs.folder / "data").iterdir())
 
 
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])
