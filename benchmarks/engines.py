@@ -102,14 +102,24 @@ def run(
         file = pathlib.Path(folder) / "request.json"
         file.write_text(json.dumps(asked))
         limit = budget_s + START_S
-        answer, failure = _converse([*command, str(file)], request.threads, limit, say)
+        answer, failure = converse([*command, str(file)], request.threads, limit, say)
     return Outcome(engine, answer, failure, time.monotonic() - begin)
 
 
-def _converse(
+def converse(
     command: list[str], threads: int, limit_s: float, say: Callable[[str], None]
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Run a command that tells its progress on stderr and its answer on stdout."""
+    """Run a command that tells its progress on stderr and its answer on stdout.
+
+    Args:
+      command: as `benchmarks.peers.measure` has peers answer.
+      threads: of the numeric libraries.
+      limit_s: seconds until it is stopped.
+      say: called with what it is doing.
+
+    Returns:
+      The answer, or None and why there is none.
+    """
     threading_variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     child = subprocess.Popen(
         command,

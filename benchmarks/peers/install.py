@@ -38,8 +38,16 @@ class Peer:
 
 PEERS = {
     "transformers": Peer(
-        packages=(TORCH, "transformers==5.24.0", "gguf==0.19.0", "sentencepiece", "accelerate"),
-        check="import torch, transformers; print('transformers', transformers.__version__, "
+        packages=(
+            TORCH,
+            "transformers==5.24.0",
+            "gguf==0.19.0",
+            "sentencepiece",
+            "accelerate",
+            "optimum-quanto==0.2.7",  # of its QuantizedCache
+        ),
+        check="import torch, transformers, optimum.quanto; "
+        "print('transformers', transformers.__version__, "
         "'torch', torch.__version__)",
     ),
     "llama_cpp": Peer(

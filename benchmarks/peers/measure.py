@@ -153,24 +153,32 @@ def measure(request: Request, engine: Engine) -> dict[str, Any]:
 
 
 def main(start: Callable[[Request], Engine]) -> None:
-    """Read the request, run it, print one JSON object on what was stdout."""
+    """Run a decode request with an engine."""
+
+    def run(asked: dict[str, Any]) -> dict[str, Any]:
+        request = Request(**asked)
+        begin = time.monotonic()
+        progress("starting")
+        engine = start(request)
+        start_s = time.monotonic() - begin
+        return measure(request, engine) | {
+            "weights": engine.weights,
+            "kv": engine.kv,
+            "versions": engine.versions,
+            "threads": request.threads,
+            "start_s": start_s,
+        }
+
+    answer(run)
+
+
+def answer(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Read the request that the command line names, run it, print one JSON object on stdout."""
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print to stdout must not spoil the answer
     sys.stdout = sys.stderr
     with open(sys.argv[1]) as file:
-        request = Request(**json.load(file))
-    begin = time.monotonic()
-    progress("starting")
-    engine = start(request)
-    start_s = time.monotonic() - begin
-    answer = measure(request, engine)
-    answer |= {
-        "weights": engine.weights,
-        "kv": engine.kv,
-        "versions": engine.versions,
-        "threads": request.threads,
-        "start_s": start_s,
-    }
-    answer_to.write(json.dumps(answer) + "\n")
+        asked = json.load(file)
+    answer_to.write(json.dumps(run(asked)) + "\n")
     answer_to.flush()
     os._exit(0)  # some engines hang or crash while Python takes them down
