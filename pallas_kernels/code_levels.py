@@ -1,6 +1,6 @@
-"""The numbers that codes stand for, in operations that every kernel has.
+"""The numbers that codes and scales stand for, in operations that every kernel has.
 
-Not all machines convert float8, and bytes, unlike float8, go through every copy: kernels take
+Not all machines convert float8, and bytes, unlike float8, go through every operation: kernels read
 8-bit floats as the bytes they are.
 """
 
@@ -25,19 +25,26 @@ def code_levels(codes: Any, kind: str, centre: float) -> Any:
     Returns:
         float32 of that shape.
     """
-    if kind == "float8_e4m3fn":
-        return float8_values(codes)
-    if kind == "float8_e5m2":
-        return _float8_e5m2_values(codes)
+    if kind in FLOAT8:
+        return _of_bits(codes, kind)
     level = codes.astype(jnp.float32)
     return level - centre if centre else level
 
 
-def _float8_e5m2_values(bits: Any) -> Any:
-    """The upper bytes of float16 numbers, which the bytes are, in float32."""
+def factor_values(factors: Any) -> Any:
+    """Scales or middles in float32."""
+    kind = factors.dtype.name
+    if kind in FLOAT8:
+        return _of_bits(lax.bitcast_convert_type(factors, jnp.uint8).astype(jnp.int32), kind)
+    return factors.astype(jnp.float32)
+
+
+def _of_bits(bits: Any, kind: str) -> Any:
+    if kind == "float8_e4m3fn":
+        return float8_values(bits)
+    # The upper bytes of float16 numbers: the exponent's bias is 15; of float32's, 127.
     magnitude = bits & 127
     fraction = (magnitude & 3).astype(jnp.float32)
-    # The exponent's bias is 15; of float32's, 127.
     normal = lax.bitcast_convert_type((magnitude << 21) + (112 << 23), jnp.float32)
     value = jnp.where(magnitude < 4, fraction * 2.0**-16, normal)
     value = jnp.where(magnitude == 124, jnp.inf, value)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from kvjax.pallas_kernels.code_levels import FLOAT8, code_levels
-from kvjax.pallas_kernels.packed_bits import PLANES, float8_values
+from kvjax.pallas_kernels.code_levels import FLOAT8, code_levels, factor_values
+from kvjax.pallas_kernels.packed_bits import PLANES
 from kvjax.pallas_kernels.packed_pages import PackedPages
 
 
@@ -33,13 +33,14 @@ def load_elements(
     _, _, page_size, dim = pages.shape
 
     def load(ref: Any, *at: Any) -> Any:
-        loaded = plgpu.load(ref.at[at], mask=mask)
-        return lax.bitcast_convert_type(loaded, jnp.uint8) if _is_float8(ref) else loaded
+        return plgpu.load(ref.at[at], mask=mask)
 
     def codes() -> Any:
         if pages.bits == 8:
-            bytes_ = load(pages.planes["codes"], page, kv_head, offset[:, None], columns[None, :])
-            return bytes_.astype(jnp.int32)
+            whole = load(pages.planes["codes"], page, kv_head, offset[:, None], columns[None, :])
+            if whole.dtype.name in FLOAT8:
+                whole = lax.bitcast_convert_type(whole, jnp.uint8)
+            return whole.astype(jnp.int32)
         code, below = None, 0
         for name, width in PLANES[pages.bits].items():
             plane = pages.planes[name]
@@ -57,22 +58,16 @@ def load_elements(
         at_head = kv_head if ref.shape[1] > 1 else jnp.zeros_like(kv_head)
         group = lax.div(offset, page_size // ref.shape[2])
         channel = lax.div(columns, dim // ref.shape[3])
-        value = load(ref, at_page, at_head, group[:, None], channel[None, :])
-        value = float8_values(value.astype(jnp.int32)) if _is_float8(ref) else value
-        value = value.astype(jnp.float32)
+        value = factor_values(load(ref, at_page, at_head, group[:, None], channel[None, :]))
         if pages.unit is None or name in pages.shared:
             return value
         # Masked like the rest: the page may be none.
         first, which_unit = jnp.zeros_like(offset), jnp.full_like(columns, which)
         unit = load(pages.unit, page, kv_head, first[:, None], which_unit[None, :])
-        return value * unit.astype(jnp.float32)
+        return value * factor_values(unit)
 
     value = code_levels(codes(), pages.planes["codes"].dtype.name, pages.centre)
     value = value * factor("scale", 0)
     if pages.middle is not None:
         value = value + factor("middle", 1)
     return jnp.where(mask, value, 0.0)
-
-
-def _is_float8(ref: Any) -> bool:
-    return ref.dtype.name in FLOAT8

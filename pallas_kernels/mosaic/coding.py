@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from kvjax.pallas_kernels.code_levels import FLOAT8, code_levels
+from kvjax.pallas_kernels.code_levels import FLOAT8, code_levels, factor_values
 from kvjax.pallas_kernels.mosaic.work import Scalar
 from kvjax.pallas_kernels.packed_bits import PLANES
 
@@ -20,12 +20,14 @@ class Coding(NamedTuple):
         kind: the codes' dtype, by name.
         centre: what is taken off an integer code.
         by_channel: for the scale, and the middle if there is one, `Factor.by_channel`.
+        has_unit: whether both have units, one more factor, by slot.
     """
 
     bits: int
     kind: str
     centre: float
     by_channel: tuple[bool, ...]
+    has_unit: bool
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -60,7 +62,7 @@ class Unpacker(NamedTuple):
     Attributes:
         coding: how codes are read.
         planes: [2, Hkv, pages, rows, D] each.
-        factors: [2, Hkv, ...] each, the scale and, if there is one, the middle.
+        factors: [2, Hkv, ...] each: the scale; the middle, if there is one; the units, likewise.
         elements: [1, Hkv, pages, P, D], in the queries' dtype: in bfloat16 an element is rounded
             once, as it would be in a plain pool.
     """
@@ -77,37 +79,52 @@ class Unpacker(NamedTuple):
 
         def per_head(head: Scalar, _: None) -> None:
             levels = self.coding.levels([plane[buffer, head] for plane in self.planes])
-            scale, *middle = (
-                _spread(factor[buffer, head].astype(jnp.float32), slots, dim, by_channel)
-                for factor, by_channel in zip(self.factors, self.coding.by_channel, strict=True)
+            value = levels.reshape(slots, dim)
+            factors = [factor_values(factor[buffer, head]) for factor in self.factors]
+            units = factors.pop().T if self.coding.has_unit else None
+            for which, by_channel in enumerate(self.coding.by_channel):
+                unit = None if units is None else units[:, which : which + 1]
+                value = _apply(value, factors[which], unit, by_channel, add=which == 1)
+            self.elements[0, head] = value.astype(self.elements.dtype).reshape(
+                pages, page_size, dim
             )
-            value = _grouped(levels, scale) * scale
-            if middle:
-                value = _grouped(value, middle[0]) + middle[0]
-            value = value.reshape(pages, page_size, dim)
-            self.elements[0, head] = value.astype(self.elements.dtype)
 
         lax.fori_loop(0, heads, per_head, None)
 
 
-def _grouped(values: Array, factor: Array) -> Array:
-    """Values [..., D] of all slots, in the groups of slots that share the factor's rows."""
-    return values.reshape(factor.shape[0], -1, values.shape[-1])
+def _apply(
+    values: Array, factor: Array, unit: Array | None, by_channel: bool, *, add: bool
+) -> Array:
+    """Multiply the elements of a block by a factor, or add it.
 
-
-def _spread(factor: Array, slots: int, dim: int, by_channel: bool) -> Array:
-    """A factor as [groups, 1 or slots / groups, D or 1], which multiplies grouped values."""
+    Args:
+        values: float32 [slots, D].
+        factor: float32 [rows, D] by channel, else [columns, slots].
+        unit: float32 [slots, 1], or None.
+        by_channel: which.
+        add: whether to add.
+    """
+    slots, dim = values.shape
     if by_channel:
-        return factor[:, None, :]
-    columns = factor.shape[0]
-    by_slot = factor.T
+        rows = factor.shape[0]
+        spread = jnp.broadcast_to(factor[:, None, :], (rows, slots // rows, dim))
+        spread = spread.reshape(slots, dim)
+        spread = spread if unit is None else spread * unit
+    else:
+        spread = factor.T if unit is None else factor.T * unit
+        spread = _over_channels(spread, dim)
+    return values + spread if add else values * spread
+
+
+def _over_channels(by_slot: Array, dim: int) -> Array:
+    """[slots, columns] as [slots, D], or [slots, 1] where all channels share it."""
+    slots, columns = by_slot.shape
     if columns == 1:
-        return by_slot[None]
+        return by_slot
     lane = lax.broadcasted_iota(jnp.int32, (slots, dim), 1)
-    spread = by_slot[:, :1]
+    spread = jnp.broadcast_to(by_slot[:, :1], (slots, dim))
     for column in range(1, columns):
         # Not a product with 0 and 1: what is not finite stays in its group.
-        spread = jnp.where(
-            lane < column * (dim // columns), spread, by_slot[:, column : column + 1]
-        )
-    return spread[None]
+        first = column * (dim // columns)
+        spread = jnp.where(lane < first, spread, by_slot[:, column : column + 1])
+    return spread

@@ -5,14 +5,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kvjax.pallas_kernels.mosaic.tiles import LANES
+
 
 class Factor(NamedTuple):
-    """A scale or a middle, as the kernel copies it.
+    """A scale or a middle, or their units, as the kernel copies it.
+
+    In the dtype that it has, but for float16, which not every TPU loads: float32.
 
     Attributes:
         array: [W, kv_blocks, Hkv, rows, D] by channel, a row for slots / rows slots of the block;
-            or else [W, kv_blocks, Hkv, Dc, slots], a slot a lane. The first two axes are 1 where
-            all blocks share it. bfloat16 if that is exact, else float32.
+            or else [W, kv_blocks, Hkv, columns, slots], a slot a lane. The first two axes are 1
+            where all blocks share it.
         by_channel: whether it is the former.
     """
 
@@ -35,36 +39,31 @@ class PageIds(NamedTuple):
     def of(
         self, values: Float[Array, "N heads Pt Dc"]
     ) -> Float[Array, "W kv_blocks pages _ Pt Dc"]:
-        """Gather what pages have, as rows of all of it: narrow ones would be slow."""
+        """Gather what pages have."""
         count, kept_heads, *groups = values.shape
+        if groups[1] < LANES:
+            # XLA keeps pages in the lanes then, and must turn the array: less as rows of a page.
+            values = values.reshape(count, *([] if self.heads is None else [kept_heads]), -1)
         if self.heads is None:
-            gathered = values.reshape(count, -1).at[self.ids].get(mode="clip")
+            gathered = values.at[self.ids].get(mode="clip")
         else:
             head = self.ids % self.heads if kept_heads > 1 else jnp.zeros_like(self.ids)
             page = self.ids // self.heads if count > 1 else jnp.zeros_like(self.ids)
-            gathered = values.reshape(count, kept_heads, -1).at[page, head].get(mode="clip")
+            gathered = values.at[page, head].get(mode="clip")
         return gathered.reshape(*self.ids.shape, -1, *groups)
 
 
 def block_factor(
-    stored: Float[Array, "N heads Pt Dc"],
-    unit: Float[Array, "N heads 1 1"] | None,
-    pages: PageIds,
-    shape: tuple[int, int, int],
+    stored: Float[Array, "N heads Pt Dc"], pages: PageIds, shape: tuple[int, int, int]
 ) -> Factor:
     """Gather a factor along the pages that items read.
 
     Args:
-        stored: `PackedPages.scale` or `middle`.
-        unit: what float8 ones are multiplied by: a power of two, or the product is rounded.
+        stored: `scale`, `middle` or `unit` of `PackedPages`.
         pages: the pages.
         shape: of a page: heads, tokens, channels.
     """
-    listed = pages.of(stored).astype(_exact(stored))
-    if unit is not None:
-        product = listed.astype(jnp.float32) * pages.of(unit).astype(jnp.float32)
-        listed = product.astype(listed.dtype)
-    return _by_block(listed, shape)
+    return _by_block(pages.of(stored), shape)
 
 
 def shared_factor(
@@ -73,23 +72,18 @@ def shared_factor(
     """Lay out a factor that all pages share: once for all blocks, unless those differ in it.
 
     Args:
-        stored: `PackedPages.scale` or `middle`.
+        stored: `scale` or `middle` of `PackedPages`.
         pages: the pages.
         shape: of a page: heads, tokens, channels.
     """
-    kept = stored.astype(_exact(stored))
-    if kept.shape[2] == 1 and kept.shape[1] in (1, shape[0]):
-        once = jnp.broadcast_to(kept, (1, shape[0], 1, shape[2]))
+    if stored.dtype == jnp.float16:
+        stored = stored.astype(jnp.float32)
+    if stored.shape[2] == 1 and stored.shape[1] in (1, shape[0]):
+        once = jnp.broadcast_to(stored, (1, shape[0], 1, shape[2]))
         return Factor(once[None], by_channel=True)
     if pages.heads is not None:
-        return _by_block(pages.of(kept), shape)
-    return _by_block(jnp.broadcast_to(kept, (*pages.ids.shape, *kept.shape[1:])), shape)
-
-
-def _exact(stored: Array) -> jnp.dtype:
-    """The dtype that holds a stored factor as it is: float8 has fewer bits than bfloat16."""
-    narrow = stored.dtype == jnp.bfloat16 or stored.dtype.itemsize == 1
-    return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        return _by_block(pages.of(stored), shape)
+    return _by_block(jnp.broadcast_to(stored, (*pages.ids.shape, *stored.shape[1:])), shape)
 
 
 def _by_block(
@@ -97,12 +91,14 @@ def _by_block(
 ) -> Factor:
     """Bring the heads before the pages, and slots into lanes where channels do not fill them."""
     heads, page_size, dim = shape
+    if listed.dtype == jnp.float16:
+        listed = listed.astype(jnp.float32)
     items, blocks, pages, _, rows, columns = listed.shape
     listed = jnp.broadcast_to(listed, (items, blocks, pages, heads, rows, columns))
-    listed = listed.swapaxes(2, 3)
     if columns == dim:
-        rows *= pages
-        return Factor(listed.reshape(items, blocks, heads, rows, dim), by_channel=True)
-    by_slot = jnp.repeat(listed, page_size // rows, axis=4)
-    by_slot = by_slot.reshape(items, blocks, heads, pages * page_size, columns)
-    return Factor(by_slot.swapaxes(3, 4), by_channel=False)
+        listed = listed.swapaxes(2, 3)
+        return Factor(listed.reshape(items, blocks, heads, pages * rows, dim), by_channel=True)
+    by_slot = listed.transpose(0, 1, 3, 5, 2, 4)
+    by_slot = jnp.repeat(by_slot, page_size // rows, axis=5)
+    by_slot = by_slot.reshape(items, blocks, heads, columns, pages * page_size)
+    return Factor(by_slot, by_channel=False)

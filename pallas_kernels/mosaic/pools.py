@@ -83,18 +83,21 @@ def block_pool(
     page_ids = PageIds(table.reshape(table.shape[0], -1, block_pages), heads if one_head else None)
     shape = (1 if one_head else heads, page_size, dim)
     factors = []
-    for which, name in enumerate(("scale", "middle")):
+    for name in ("scale", "middle"):
         stored = getattr(pool, name)
         if stored is not None and name in pool.shared:
             factors.append(shared_factor(stored, page_ids, shape))
         elif stored is not None:
-            unit = None if pool.unit is None else pool.unit[..., which : which + 1]
-            factors.append(block_factor(stored, unit, page_ids, shape))
+            factors.append(block_factor(stored, page_ids, shape))
+    by_channel = tuple(factor.by_channel for factor in factors)
+    if pool.unit is not None:
+        factors.append(block_factor(pool.unit, page_ids, shape))
     coding = Coding(
         bits=pool.bits,
         kind=pool.dtype.name,
         centre=pool.centre,
-        by_channel=tuple(factor.by_channel for factor in factors),
+        by_channel=by_channel,
+        has_unit=pool.unit is not None,
     )
     names = ("codes",) if pool.bits == 8 else tuple(PLANES[pool.bits])
     planes = tuple(in_place(pool.planes[name]) for name in names)

@@ -32,8 +32,9 @@ HOME = {"reference": "cpu", "xla": "cpu", "tpu": "tpu", "gpu": "gpu"}
 class Case:
     """One shape and its options.
 
-    `positions` is what to add to lengths - 1 (decode only); `long` adds a sequence of many pages,
-    longer than the blocks that implementations work in, and in a ragged batch a chunk as large.
+    `positions` is what to add to lengths - 1 (decode only), `residual` is of ragged batches only;
+    `long` adds a sequence of many pages, longer than the blocks that implementations work in, and
+    in a ragged batch a chunk as large.
     """
 
     page_size: int = 16
@@ -50,6 +51,7 @@ class Case:
     soft_cap: float | None = None
     positions: int | None = None
     page_stats: bool = False
+    residual: int | None = None
     long: bool = False
 
     @property
@@ -103,7 +105,12 @@ DECODE = (
     Case(positions=1, window=1, sink_logits=True, page_stats=True),
     Case(positions=-2, window=20, sink_tokens=2),
 )
-RAGGED = (*SHAPES, *OPTIONS)
+RAGGED = (
+    *SHAPES,
+    *OPTIONS,
+    Case(residual=16, page_stats=True),
+    Case(long=True, kv_heads=1, group=2, page_size=8, residual=20, window=70, sink_tokens=10),
+)
 # Compiling an interpreted Triton kernel takes seconds, so it runs the cases that differ most.
 GPU_DECODE = (
     Case(page_stats=True),
@@ -184,9 +191,12 @@ def build(op, case, seed=0):
             else jnp.maximum(arrays["lengths"] - 1 + case.positions, 0)
         )
     else:
+        if case.residual is not None:
+            options["residual"] = case.residual
         arrays["q"] = arrays["q"].at[starts[-1] :].set(jnp.nan)
         arrays["kv_lengths"] = jnp.asarray(lengths, jnp.int32)
         arrays["cu_q_lengths"] = jnp.asarray(starts)
+    arrays["k_pages"] = k_pages
     seen = {(row, slot) for _, row, slots in views(op, arrays, options) for slot in slots}
     for row, length in enumerate(lengths):
         dead = [slot for slot in range(length) if (row, slot) not in seen]
@@ -213,9 +223,11 @@ def views(op, arrays, options):
             for row in range(starts[sequence], starts[sequence + 1])
         ]
     limits = options["window"], options["sink_tokens"]
+    residual, size = options.get("residual"), arrays["k_pages"].shape[2]
     return [
-        (row, sequence, oracle.visible_slots(lengths[sequence], position, *limits))
+        (row, sequence, oracle.visible_slots(length, position, *limits))
         for row, sequence, position in queries
+        for length in [oracle.encoded(lengths[sequence], position, residual, size)]
     ]
 
 

@@ -43,6 +43,16 @@ def visible_slots(length, position, window, sink_tokens):
     ]
 
 
+def encoded(length, position, residual, page_size):
+    """Of `length` slots, those that the query at a position sees as pages were encoded then."""
+    if residual is None:
+        return length
+    end = 0
+    while position - end > residual:
+        end += page_size
+    return min(length, end)
+
+
 def paged(
     q,
     k_pages,
@@ -80,7 +90,7 @@ def paged(
     return tuple(np.stack(part) for part in zip(*rows, strict=True))
 
 
-def ragged(q, k_pages, v_pages, block_tables, kv_lengths, cu_q_lengths, **options):
+def ragged(q, k_pages, v_pages, block_tables, kv_lengths, cu_q_lengths, residual=None, **options):
     """Ragged: each query decoded alone, at its own position; padding rows left as nothing."""
     q, k_pages, v_pages = (np.asarray(x, np.float64) for x in (q, k_pages, v_pages))
     rows, query_heads, width = q.shape[0], q.shape[1], block_tables.shape[1]
@@ -97,7 +107,7 @@ def ragged(q, k_pages, v_pages, block_tables, kv_lengths, cu_q_lengths, **option
                 k_pages,
                 v_pages,
                 block_tables[sequence : sequence + 1],
-                [length],
+                [encoded(length, position, residual, k_pages.shape[2])],
                 [position],
                 **options,
             )
