@@ -1,5 +1,6 @@
 """Attention kernels over paged KV caches: one folder an operation, one file a backend."""
 
+from kvjax.pallas_kernels.float8_attention import float8_paged_attention
 from kvjax.pallas_kernels.low_bit_scores import low_bit_scores
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -33,6 +34,7 @@ __all__ = [
     "check_ragged",
     "check_tables",
     "encoded_before",
+    "float8_paged_attention",
     "low_bit_scores",
     "merge_attention",
     "page_scores",
