@@ -3,7 +3,7 @@
 from kvjax.cache.allocate import advance, fork, release, reserve
 from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
-from kvjax.cache.packed import encoded_lengths, put_chunk, put_token, recent_slots
+from kvjax.cache.packed import encode_due, encoded_lengths, put_chunk, put_token, recent_slots
 from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, with_layer, write
 from kvjax.cache.state import (
     PagedKVCache,
@@ -23,6 +23,7 @@ __all__ = [
     "check_csr",
     "check_pools",
     "copy_pages",
+    "encode_due",
     "encoded_lengths",
     "fork",
     "from_csr",

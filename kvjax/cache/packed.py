@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.pages import put_pages, set_page, with_layer
+from kvjax.cache.pages import put_packed, set_page, with_layer
 from kvjax.cache.state import PagedKVCache, Recent
-from kvjax.formats import LayerFormat
+from kvjax.formats import LayerFormat, PagePacking
 from kvjax.pallas_kernels.packed_pages import PackedPages
 from kvjax.pallas_kernels.residual import encoded_before
 
@@ -36,6 +36,48 @@ def recent_slots(cache: PagedKVCache) -> tuple[Int32[Array, "B R"], Bool[Array, 
     return slots, slots >= encoded_lengths(cache)[:, None]
 
 
+def encode_due(cache: PagedKVCache, active: Bool[Array, " B"]) -> PagedKVCache:
+    """Encode the pages that leave `recent` when one more token comes to each active sequence.
+
+    To be called once, before the token's layers run. They go on seeing the page's tokens in
+    `recent`, where the token will stand in place of one of them.
+
+    Args:
+      cache: the cache, with the token's page reserved.
+      active: bool [B].
+    """
+    layers = [layer for layer, recent in enumerate(cache.recent) if recent is not None]
+    if cache.format is None or not layers:
+        return cache
+    size, room = cache.page_size, cache.format.recent(cache.page_size)
+    before = encoded_lengths(cache)
+    column = jnp.minimum(before // size, cache.max_pages - 1)
+    page = jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]
+    due = active & (encoded_before(cache.lengths + 1, room, size) > before)
+    due &= page < cache.num_pages
+    (rows,) = jnp.nonzero(due, size=cache.batch)
+
+    def encode_row(i: Int32[Array, ""], pools: tuple[PackedPages, ...]) -> tuple[PackedPages, ...]:
+        row = rows[i]
+        position = before[row] + cache.skipped[row]
+        filled = list(pools)
+        for packing, members in _alike(cache, layers):
+            rings = [_rings(cache)[member] for member in members]
+            at = (row, before[row] % room, 0, 0)
+            pages = [lax.dynamic_slice(x, at, (1, size, *x.shape[2:])) for x in rings]
+            stacked = jnp.concatenate(pages).swapaxes(1, 2)
+            packed = packing.encode(stacked, jnp.broadcast_to(position, (len(members),)))
+            for nth, member in enumerate(members):
+                filled[member] = _set_nth(pools[member], packed, nth, page[row])
+        return tuple(filled)
+
+    pools = tuple(pool for layer in layers for pool in _pools(cache, layer))
+    pools = lax.fori_loop(0, due.sum(dtype=jnp.int32), encode_row, pools)
+    for nth, layer in enumerate(layers):
+        cache = with_layer(cache, layer, *pools[2 * nth : 2 * nth + 2])
+    return cache
+
+
 def put_token(
     cache: PagedKVCache,
     layer: int,
@@ -43,51 +85,23 @@ def put_token(
     values: Float[Array, "B Hkv Dv"],
     active: Bool[Array, " B"],
 ) -> PagedKVCache:
-    """Store one token a sequence in a layer with a format; encode the page that leaves `recent`.
+    """Store one token a sequence in a layer with a format, after `encode_due`.
 
     Args:
-      cache: the cache, with the token's page reserved.
+      cache: the cache.
       layer: index of the layer, static.
       keys: [B, Hkv, D].
       values: [B, Hkv, Dv].
       active: bool [B]; the others store nothing.
     """
-    recent, chosen = _of(cache, layer)
-    size, room = cache.page_size, recent.keys.shape[1]
-    before = encoded_before(cache.lengths, room, size)
-    after = encoded_before(cache.lengths + 1, room, size)
-    column = jnp.minimum(before // size, cache.max_pages - 1)
-    page = jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]
-    due = active & (after > before) & (page < cache.num_pages)
-    (rows,) = jnp.nonzero(due, size=cache.batch)
-
-    def encode_row(i: Int32[Array, ""], pools: tuple[PackedPages, PackedPages]) -> Any:
-        row = rows[i]
-
-        def page_of(ring: Array) -> Array:
-            at = (row, before[row] % room, 0, 0)
-            page = lax.dynamic_slice(ring, at, (1, size, *ring.shape[2:]))
-            return page.swapaxes(1, 2)
-
-        position = (before[row] + cache.skipped[row])[None]
-        packed = (
-            chosen.keys.encode(page_of(recent.keys), position),
-            chosen.values.encode(page_of(recent.values), position),
-        )
-        pairs = zip(pools, packed, strict=True)
-        return tuple(
-            pool.map_stored(lambda x, y: set_page(x, y, page[row]), y) for pool, y in pairs
-        )
-
-    pools = lax.fori_loop(0, due.sum(dtype=jnp.int32), encode_row, _pools(cache, layer))
+    recent, _ = _of(cache, layer)
     row = jnp.where(active, jnp.arange(cache.batch, dtype=jnp.int32), cache.batch)
-    at = (row, cache.lengths % room)
+    at = (row, cache.lengths % recent.keys.shape[1])
 
     def written(ring: Array, new: Array) -> Array:
         return ring.at[at].set(new.astype(ring.dtype), mode="drop")
 
-    newest = Recent(written(recent.keys, keys), written(recent.values, values))
-    return _with(cache, layer, pools, newest)
+    return _with(cache, layer, Recent(written(recent.keys, keys), written(recent.values, values)))
 
 
 def put_chunk(
@@ -122,7 +136,7 @@ def put_chunk(
     due = row < cache.batch
     row = jnp.minimum(row, cache.batch - 1)
     first = before[row] + (index - (ends[row] - (after - before)[row] // size)) * size
-    slot = first[:, None] + jnp.arange(size, dtype=jnp.int32)  # [most, P]
+    slot = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]  # [most, P]
     held = slot < cache.lengths[row][:, None]
     source = jnp.where(
         held,
@@ -141,10 +155,7 @@ def put_chunk(
         chosen.keys.encode(pages_of(recent.keys, keys), position),
         chosen.values.encode(pages_of(recent.values, values), position),
     )
-    pools = tuple(
-        pool.map_stored(lambda x, y: put_pages(x, y, page), new)
-        for pool, new in zip(_pools(cache, layer), packed, strict=True)
-    )
+    pools = put_packed(_pools(cache, layer), packed, page)
     slots = _newest_slots(cache.lengths + counts, room)
     is_new = slots >= cache.lengths[:, None]
     at = starts[:, None] + slots - cache.lengths[:, None]
@@ -154,12 +165,12 @@ def put_chunk(
         return jnp.where(is_new[:, :, None, None], taken, ring)
 
     newest = Recent(renewed(recent.keys, keys), renewed(recent.values, values))
-    return _with(cache, layer, pools, newest)
+    return _with(with_layer(cache, layer, *pools), layer, newest)
 
 
 def _newest_slots(lengths: Int32[Array, " B"], room: int) -> Int32[Array, "B R"]:
     """The newest slot that falls to each row of a ring; negative where there is none."""
-    row = jnp.arange(room, dtype=jnp.int32)
+    row = jnp.arange(room, dtype=jnp.int32)[None, :]
     last = lengths[:, None] - 1
     return last - (last - row) % room
 
@@ -179,8 +190,32 @@ def _pools(cache: PagedKVCache, layer: int) -> tuple[PackedPages, PackedPages]:
     return keys, values
 
 
-def _with(cache: PagedKVCache, layer: int, pools: Any, recent: Recent) -> PagedKVCache:
-    cache = with_layer(cache, layer, *pools)
-    return dataclasses.replace(
-        cache, recent=(*cache.recent[:layer], recent, *cache.recent[layer + 1 :])
-    )
+def _rings(cache: PagedKVCache) -> list[Array]:
+    """Keys and values of each layer with a format, in turn: what stands in `recent`."""
+    return [
+        x for recent in cache.recent if recent is not None for x in (recent.keys, recent.values)
+    ]
+
+
+def _alike(cache: PagedKVCache, layers: list[int]) -> list[tuple[PagePacking, list[int]]]:
+    """The pools of all layers, grouped by how they are packed and what shape pages have."""
+    groups: dict[Any, tuple[PagePacking, list[int]]] = {}
+    for nth, layer in enumerate(layers):
+        _, chosen = _of(cache, layer)
+        for part, packing in enumerate((chosen.keys, chosen.values)):
+            member = 2 * nth + part
+            shape = _rings(cache)[member].shape
+            groups.setdefault((packing, shape), (packing, []))[1].append(member)
+    return list(groups.values())
+
+
+def _set_nth(
+    pool: PackedPages, packed: PackedPages, nth: int, page: Int32[Array, ""]
+) -> PackedPages:
+    """Write the nth of some packed pages into a pool."""
+    return pool.map_stored(lambda x, y: set_page(x, y[nth : nth + 1], page), packed)
+
+
+def _with(cache: PagedKVCache, layer: int, recent: Recent) -> PagedKVCache:
+    rest = (cache.recent[:layer], cache.recent[layer + 1 :])
+    return dataclasses.replace(cache, recent=(*rest[0], recent, *rest[1]))

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -161,7 +163,7 @@ def gather(
             room = recent.shape[1]
             encoded = encoded_before(cache.lengths, room, cache.page_size)
             newest = recent[:, slots % room].astype(rows.dtype)
-            rows = jnp.where((slots >= encoded[:, None])[:, :, None, None], newest, rows)
+            rows = jnp.where((slots[None, :] >= encoded[:, None])[:, :, None, None], newest, rows)
         return jnp.where(valid[:, :, None, None], rows, jnp.zeros((), pool.dtype))
 
     newest = cache.recent[layer]
@@ -185,9 +187,8 @@ def copy_pages(
 
     def copied(pool: KeyPool) -> KeyPool:
         if isinstance(pool, PackedPages):
-            return pool.map_stored(
-                lambda array: put_pages(array, array.at[source].get(mode="clip"), target)
-            )
+            taken = pool.map_stored(lambda array: array.at[source].get(mode="clip"))
+            return put_packed((pool,), (taken,), target)[0]
         pages = pool.at[source].get(mode="clip")
         if scatter_copies(pool):
             return _put_blocks(pool, pages, target, jnp.zeros_like(target))
@@ -199,17 +200,31 @@ def copy_pages(
     return dataclasses.replace(cache, k_pages=moved(cache.k_pages), v_pages=moved(cache.v_pages))
 
 
-def put_pages(pool: Array, pages: Array, ids: Int32[Array, " n"]) -> Array:
-    """Write whole pages, each to its place along the first axis; ids of N or more write nothing."""
-    if not scatter_copies(pool):
-        return pool.at[ids].set(pages, mode="drop")
-    (kept,) = jnp.nonzero(ids < pool.shape[0], size=ids.shape[0])
+def put_packed(
+    pools: tuple[PackedPages, ...], pages: tuple[PackedPages, ...], ids: Int32[Array, " n"]
+) -> tuple[PackedPages, ...]:
+    """Write whole packed pages into pools, in one loop; ids of N or more write nothing.
 
-    def put(i: Int32[Array, ""], pool: Array) -> Array:
-        return set_page(pool, pages[kept[i]][None], ids[kept[i]])
+    Args:
+      pools: packed alike with what stands at the same place in `pages`.
+      pages: n pages each.
+      ids: int32 [n], where they go, none twice.
+    """
+    known = ids < pools[0].shape[0]
+    (kept,) = jnp.nonzero(known, size=ids.shape[0])
+    pairs = list(zip(pools, pages, strict=True))
+    new = [{name: getattr(page, name) for name in pool.stored()} for pool, page in pairs]
 
-    filled: Array = lax.fori_loop(0, (ids < pool.shape[0]).sum(dtype=jnp.int32), put, pool)
-    return filled
+    def put(i: Int32[Array, ""], stored: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        at = kept[i]
+        filled: list[dict[str, Any]] = jax.tree.map(
+            lambda x, y: set_page(x, lax.dynamic_slice_in_dim(y, at, 1), ids[at]), stored, new
+        )
+        return filled
+
+    stored = [pool.stored() for pool in pools]
+    stored = lax.fori_loop(0, known.sum(dtype=jnp.int32), put, stored)
+    return tuple(pool.with_stored(x) for pool, x in zip(pools, stored, strict=True))
 
 
 def set_page(pool: Array, page: Array, index: Int32[Array, ""]) -> Array:

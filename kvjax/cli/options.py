@@ -14,6 +14,8 @@ import typer
 
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling
+from kvjax.errors import KvjaxError
+from kvjax.formats import CALIBRATED, NAMED, Format, load_calibrated
 
 _CACHE, _SAMPLING = "Cache", "Sampling"
 
@@ -64,6 +66,25 @@ def cache_options(
             show_default="the model's",
         ),
     ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help=f"How full pages are stored: {', '.join(NAMED)}; or, with --format-calibration, "
+            f"{', '.join(CALIBRATED)}.",
+            rich_help_panel=_CACHE,
+            show_default="as they are",
+        ),
+    ] = None,
+    format_calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What `kvjax calibrate formats` wrote for the model.",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -78,8 +99,26 @@ def cache_options(
         page_size=page_size,
         num_pages=num_pages,
         dtype=cache_dtype,
+        format=_format(format, format_calibration),
         attention=attention,  # type: ignore[arg-type]  # any text comes in, CacheConfig refuses
     )
+
+
+def _format(name: str | None, calibration: Path | None) -> Format | str | None:
+    """The format of a name, which may be one of a calibration's."""
+    if calibration is None:
+        if name in CALIBRATED:
+            raise KvjaxError(
+                f"--format is {name}: it needs --format-calibration FILE, which `kvjax calibrate "
+                f"formats` writes"
+            )
+        return name
+    if name not in CALIBRATED:
+        raise KvjaxError(
+            f"--format-calibration is {calibration} and --format is {name}: it serves "
+            f"{', '.join(CALIBRATED)}"
+        )
+    return load_calibrated(calibration, name)
 
 
 def sampling_options(

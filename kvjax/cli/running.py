@@ -41,6 +41,7 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
         rows.append(("pages used / total", pages))
     for dtype, count in stats.cache_bytes.items():
         rows.append((f"cache, {dtype}", size_of(count)))
+    rows.append(("a stored token takes", size_of(round(stats.bytes_per_token))))
     if stats.prefix is not None:
         rows += prefix_rows(stats.prefix)
     if stats.tiers is not None:

@@ -62,9 +62,7 @@ def decode_attend(
         own = attend_token(config, layer, q, k, v)
         if packed:
             newest = attend_ring(config, state, layer, q, active)
-            # As below: the pool is read before it is written.
-            sound = ~jnp.isnan(old.lse).any(axis=1)
-            return merged(old, newest, own).out, put_token(state, layer, k, v, active & sound)
+            return merged(old, newest, own).out, put_token(state, layer, k, v, active)
         out = merged(old, own).out
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its

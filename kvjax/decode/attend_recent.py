@@ -139,12 +139,12 @@ def _attend(
     tokens, heads, dim = q.shape
     f32, highest = jnp.float32, jax.lax.Precision.HIGHEST
     used = seen.any(axis=0)[:, None, None]
-    k, v = jnp.where(used, keys, 0).astype(f32), jnp.where(used, values, 0).astype(f32)
+    k, v = (jnp.where(used, x.astype(f32), 0.0) for x in (keys, values))
     grouped = q.astype(f32).reshape(tokens, k.shape[1], -1, dim)
     scores = config.scale(layer) * jnp.einsum("thgd,shd->hgts", grouped, k, precision=highest)
     if config.attn_soft_cap is not None:
         scores = config.attn_soft_cap * jnp.tanh(scores / config.attn_soft_cap)
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(seen[None, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     out = jnp.einsum("hgts,shd->thgd", weights, v, precision=highest)

@@ -58,11 +58,14 @@ class Meter:
         tiers: TierStats | None = None,
     ) -> Stats:
         """The call's statistics, at its end."""
+        token_bytes: float = shapes.spec.bytes_per_token
         if isinstance(shapes, TieredShapes):
             assert tiers is not None
             cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
         else:
             cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
+            if shapes.format is not None:
+                token_bytes = shapes.format.bytes_per_token(shapes.spec, shapes.page_size)
         return Stats(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
@@ -74,6 +77,7 @@ class Meter:
             pages_total=shapes.num_pages,
             page_size=shapes.page_size,
             cache_bytes=cache_bytes,
+            bytes_per_token=token_bytes,
             prefix=prefix,
             prefix_unused=prefix_unused,
             tiers=tiers,

@@ -164,6 +164,7 @@ def decode_step(
     active = state.active
     counts = active.astype(jnp.int32)
     cache, reservation = paged.reserve(state.cache, counts, max_count=1)
+    cache = paged.encode_due(cache, active)
     attend = decode_attend(decoder.config, cache, active, implementation)
     hidden, cache = decoder(state.tokens, cache.next_positions, attend, cache)
     cache = paged.advance(cache, jnp.where(reservation.ok, counts, 0))

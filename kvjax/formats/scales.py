@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from kvjax.pallas_kernels.packed_bits import float8_values
+
 LEAST = 1e-30
 """Magnitudes below this count as 0: their scale could not be told from it."""
 
@@ -43,20 +45,28 @@ def to_float8(
       up: whether to round towards plus infinity.
     """
     greatest = jnp.max(jnp.abs(values), axis=(2, 3), keepdims=True)
-    _, exponent = jnp.frexp(jnp.maximum(greatest, LEAST))  # greatest < 2 ** exponent
-    unit = jnp.exp2((exponent - 8).astype(jnp.float32))  # so that the quotients are below 256
+    # With numbers as integers: XLA's own conversions to float8 take long to compile on a CPU.
+    exponent = lax.bitcast_convert_type(jnp.maximum(greatest, LEAST), jnp.int32) >> 23
+    # A power of two by which the greatest is from 128 on and below 256.
+    unit = lax.bitcast_convert_type((exponent - 7) << 23, jnp.float32)
     quotient = values / unit
-    rounded = quotient.astype(jnp.float8_e4m3fn)
-    if up:
-        bits = lax.bitcast_convert_type(rounded, jnp.uint8)
-        following = lax.bitcast_convert_type(bits + jnp.uint8(1), jnp.float8_e4m3fn)
-        rounded = jnp.where(rounded.astype(jnp.float32) < quotient, following, rounded)
-    return rounded, unit
+    magnitude = jnp.abs(quotient)
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    normal = ((bits + (2**20 - 1 if up else 2**19)) >> 20) - (120 << 3)
+    small = magnitude * 512
+    small = (jnp.ceil(small) if up else jnp.round(small)).astype(jnp.int32)
+    code = jnp.where(magnitude < 2.0**-6, small, normal)
+    code = code | jnp.where(quotient < 0, 128, 0)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn), unit
 
 
 def real(stored: Array, unit: Array | None) -> Float32[Array, "N Hkv Pt Dc"]:
     """The numbers that stored ones stand for."""
-    value = stored.astype(jnp.float32)
+    if stored.dtype == jnp.float8_e4m3fn:
+        code = lax.bitcast_convert_type(stored, jnp.uint8).astype(jnp.int32)
+        value: Array = float8_values(code)
+    else:
+        value = stored.astype(jnp.float32)
     return value if unit is None else value * unit
 
 
