@@ -39,7 +39,10 @@ class PrefixStats:
 
     @property
     def read_amplification(self) -> float | None:
-        """Bytes read on demand or used, over bytes used that were not in memory; None without."""
+        """Bytes read on demand or used, over bytes used that were not in memory; None without.
+
+        A codec of the store makes it smaller: what is read is counted as it is stored.
+        """
         hits = self.device_hits + self.host_hits
         missed = self.bytes_used * (1 - hits / self.units) if self.units else 0
         return (self.bytes_read - self.bytes_wasted) / missed if missed else None
@@ -49,7 +52,7 @@ class PrefixStats:
 class TierReads:
     """What a tiered call read from a page store. A unit is one KV head's page of one layer."""
 
-    bytes_read: int  # keys and values that came from the store
+    bytes_read: int  # keys and values that came from the store, as they are stored
     index_bytes: int  # shard indexes and checksums that were read with them
     units_read: int  # units that came from the store
     requests: int  # pieces of files that were read for these: neighbours come together
