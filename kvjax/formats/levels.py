@@ -30,7 +30,10 @@ def best_levels(
     sums = [np.concatenate([[0.0], np.cumsum(w * x**power)]) for power in range(3)]
     weight, moment, square = (s[None, 1:] - s[:-1, None] for s in sums)  # [first, last]
     there = np.triu(np.ones((many, many), bool))
-    mean = moment / np.where(there, weight, 1.0)
+    # Beside great weights small ones may be nothing: such points are their own mean, at no cost.
+    some = there & (weight > 0)
+    mean = np.where(some, moment / np.where(some, weight, 1.0), x[:, None])
+    mean = np.clip(mean, x[:, None], x[None, :])
     cost = np.where(there, np.maximum(square - moment * mean, 0.0), np.inf)
     best, cuts = cost[0], []  # of all points up to each, with one level
     for _ in range(1, min(count, many)):

@@ -57,3 +57,12 @@ def test_what_weighs_nothing_does_not_count():
 
 def test_fewer_points_than_levels():
     np.testing.assert_allclose(best_levels(np.array([2.0, 1.0]), np.ones(2), 4), [1, 2, 2, 2])
+
+
+def test_weights_of_all_sizes_give_ascending_levels_within_the_points():
+    rng = np.random.default_rng(0)
+    points = rng.random(200) * 2 - 1
+    levels = best_levels(points, 10.0 ** rng.uniform(-40, 10, 200), 16)
+    assert (np.diff(levels) >= 0).all()
+    assert points.min() <= levels[0]
+    assert levels[-1] <= points.max()
