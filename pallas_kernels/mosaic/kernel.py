@@ -94,12 +94,7 @@ def run_kernel(
         pltpu.VMEM((kv_heads, tiles.rows, v_head_dim), f32),
         pltpu.SemaphoreType.DMA((2, len(jax.tree.leaves(copied)))),
         tuple(_buffers(each, tiles.pages) for each in copied),
-        tuple(
-            None
-            if side.coding is None
-            else pltpu.VMEM((1, kv_heads, tiles.pages, *side.page_shape), q.dtype)
-            for side in sides
-        ),
+        tuple(None if side.coding is None else _unpacked(side, tiles, q.dtype) for side in sides),
     ]
     if num_windows:
         out_specs.append(in_hbm)
@@ -153,8 +148,18 @@ def _buffers(copied: Copied, pages: int) -> Copied:
             pltpu.VMEM((2, each.shape[1], pages, *each.shape[2:]), each.dtype)
             for each in copied.pages
         ),
+        tuple(pltpu.VMEM((2, pages, *each.shape[1:]), each.dtype) for each in copied.rows),
         tuple(pltpu.VMEM((2, *each.shape[2:]), each.dtype) for each in copied.factors),
     )
+
+
+def _unpacked(pool: BlockPool, tiles: Tiles, dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Where a block's rows and its elements are unpacked to, in the queries' dtype."""
+    rows = tuple(
+        pltpu.VMEM((tiles.pages, *each.shape[1:]), jnp.float32) for each in pool.copied.rows
+    )
+    heads = pool.copied.pages[0].shape[1]
+    return rows, pltpu.VMEM((1, heads, tiles.pages, *pool.page_shape), dtype)
 
 
 def _body(
@@ -173,15 +178,15 @@ def _body(
     page_tokens = left.pop(0) if listed else None
     q, pools, out, lse, *left = left
     raw = left.pop(0) if statistics else None
-    running, weighted, semaphores, buffers, elements, *left = left
+    running, weighted, semaphores, buffers, unpacked, *left = left
     unpackers = [
-        Unpacker(coding, arrived.pages, arrived.factors, place)
-        for coding, arrived, place in zip(codings, buffers, elements, strict=True)
+        Unpacker(coding, *arrived, *places)
+        for coding, arrived, places in zip(codings, buffers, unpacked, strict=True)
         if coding is not None
     ]
     k_block, v_block = (
-        arrived.pages[0] if place is None else place
-        for arrived, place in zip(buffers, elements, strict=True)
+        arrived.pages[0] if places is None else places[1]
+        for arrived, places in zip(buffers, unpacked, strict=True)
     )
     writer = StatisticsWriter(raw, *left) if statistics else None
     stream = PageStream(work, tables, pools, buffers, semaphores)

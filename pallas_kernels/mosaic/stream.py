@@ -16,11 +16,14 @@ class Copied(NamedTuple):
     Attributes:
         pages: [N, Hkv, rows, width] each, copied page by page: elements, or planes of codes. A page
             of all KV heads is one contiguous copy. Buffers are [2, Hkv, pages, rows, width].
+        rows: [N, Hkv, D] each, copied likewise: scales and middles of a row a page. Buffers are
+            [2, pages, Hkv, D].
         factors: [W or 1, kv_blocks or 1, ...] each, copied block by block: see `factors`. Buffers
             are [2, ...].
     """
 
     pages: tuple[Any, ...]
+    rows: tuple[Any, ...] = ()
     factors: tuple[Any, ...] = ()
 
 
@@ -104,12 +107,18 @@ class PageStream(NamedTuple):
         return jnp.minimum(left, self.block_pages)
 
     def _copies(self, page_id: Scalar | int, slot: Scalar, page: Scalar) -> list[Any]:
-        pools, buffers = ([page for side in each for page in side.pages] for each in self._both)
-        return [
-            pltpu.make_async_copy(
-                pool.at[page_id], buffer.at[slot, :, page], self.semaphores.at[slot, which]
+        pools = [pool.at[page_id] for side in self.pools for pool in (*side.pages, *side.rows)]
+        places = [
+            place
+            for side in self.buffers
+            for place in (
+                *(buffer.at[slot, :, page] for buffer in side.pages),
+                *(buffer.at[slot, page] for buffer in side.rows),
             )
-            for which, (pool, buffer) in enumerate(zip(pools, buffers, strict=True))
+        ]
+        return [
+            pltpu.make_async_copy(pool, place, self.semaphores.at[slot, which])
+            for which, (pool, place) in enumerate(zip(pools, places, strict=True))
         ]
 
     def _factor_copies(self, item: Scalar, block: Scalar, slot: Scalar) -> list[Any]:
@@ -117,7 +126,8 @@ class PageStream(NamedTuple):
             items, blocks = factor.shape[:2]
             return factor.at[item if items > 1 else 0, block if blocks > 1 else 0]
 
-        factors, buffers = ([each for side in both for each in side.factors] for both in self._both)
+        factors = [factor for side in self.pools for factor in side.factors]
+        buffers = [buffer for side in self.buffers for buffer in side.factors]
         first = self.semaphores.shape[1] - len(factors)
         return [
             pltpu.make_async_copy(
@@ -125,7 +135,3 @@ class PageStream(NamedTuple):
             )
             for which, (factor, buffer) in enumerate(zip(factors, buffers, strict=True))
         ]
-
-    @property
-    def _both(self) -> tuple[tuple[Copied, Copied], tuple[Copied, Copied]]:
-        return self.pools, self.buffers

@@ -46,7 +46,7 @@ def test_equals_attention_over_the_elements(implementation, op, name, case):
 
 
 def test_no_race_between_copies_and_unpacking(capfd, monkeypatch):
-    case = Case(long=True, kv_heads=1, group=1)
+    case = Case(long=True, head_dim=128, kv_heads=2, group=1)
     monkeypatch.setattr(tiles, "MAX_KV_TOKENS", 128)
     arrays, options, wanted = batch_and_answer("paged_attention", case, "int4")
 
@@ -54,7 +54,7 @@ def test_no_race_between_copies_and_unpacking(capfd, monkeypatch):
         function = functools.partial(
             paged_attention_tpu,
             interpret=WATCHED,
-            **options | {"scale": 0.125, "query_positions": arrays["lengths"] - 1},
+            **options | {"scale": 128**-0.5, "query_positions": arrays["lengths"] - 1},
         )
         result = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})(**arrays)
         jax.block_until_ready(result)
