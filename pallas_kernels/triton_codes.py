@@ -59,7 +59,7 @@ def load_elements(
         group = lax.div(offset, page_size // ref.shape[2])
         channel = lax.div(columns, dim // ref.shape[3])
         value = factor_values(load(ref, at_page, at_head, group[:, None], channel[None, :]))
-        if pages.unit is None or name in pages.shared:
+        if pages.unit is None:
             return value
         # Masked like the rest: the page may be none.
         first, which_unit = jnp.zeros_like(offset), jnp.full_like(columns, which)

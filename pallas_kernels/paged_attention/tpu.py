@@ -35,7 +35,8 @@ def paged_attention_tpu(
 
     The pools stay in HBM and each visible page is copied once, all KV heads in one piece
     (PagedAttention, arXiv:2309.06180, section 4.3). Pools of head_dim below 128 need the layout
-    that `pallas_kernels.mosaic.layout` describes, or XLA copies them before the kernel.
+    that `pallas_kernels.mosaic.layout` describes, or XLA copies them before the kernel. Packed ones
+    are unpacked in VMEM, a block of pages at a time (`pallas_kernels.mosaic.pools`).
 
     Args:
         q: [B, Hq, D].

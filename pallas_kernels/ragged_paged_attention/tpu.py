@@ -38,7 +38,7 @@ def ragged_paged_attention_tpu(
     all KV heads and queries (ragged paged attention, arXiv:2604.15464). A decode inside a mixed
     batch costs what it costs in `paged_attention`: only its own rows are computed. Pools of
     head_dim below 128 need the layout that `pallas_kernels.mosaic.layout` describes, or XLA copies
-    them before the kernel.
+    them before the kernel. Packed ones are unpacked in VMEM, as in `paged_attention`.
 
     Args:
         q: [T, Hq, D].

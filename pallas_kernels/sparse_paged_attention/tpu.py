@@ -33,7 +33,8 @@ def sparse_paged_attention_tpu(
     It is the kernel of `paged_attention` with every (sequence, KV head) as a sequence of its own,
     over a pool of N * Hkv pages of one head: the pool stays where it is, and one head's page, which
     is contiguous, is one copy. Lists are sorted so that whole pages come first; only the pages
-    after them are masked, by their token counts in scalar memory.
+    after them are masked, by their token counts in scalar memory. Packed pools are unpacked in
+    VMEM, as in `paged_attention`; their scales are gathered, by page and head.
 
     Args:
         q: [B, Hq, D].
