@@ -14,14 +14,9 @@ from kvjax.pallas_kernels.float8_attention.operands import (
     tile_pages,
 )
 from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.packed_bits import float8_values
 from kvjax.pallas_kernels.packed_pages import PackedPages
-from kvjax.pallas_kernels.page_walk import (
-    finite,
-    gather_heads,
-    padded_tables,
-    scores_of,
-    values_of,
-)
+from kvjax.pallas_kernels.page_walk import HIGHEST, finite, gather_heads, padded_tables
 
 
 class _Running(NamedTuple):
@@ -84,11 +79,10 @@ def float8_paged_attention_xla(
         def fold(tile: Int32[Array, ""], before: _Running) -> _Running:
             ids = table[tile]
             seen = (tile * tokens + offsets < length)[None]
-            k = gather_heads(k_pages.planes["codes"], ids).astype(f32)
-            v = gather_heads(v_pages.planes["codes"], ids).astype(f32)
+            k, v = _codes(k_pages, ids), _codes(v_pages, ids)
             # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
             v = jnp.where(seen[:, :, None], v, 0.0)
-            scores = scores_of(codes, k, 1.0, None) * factor
+            scores = jnp.einsum("hgd,htd->hgt", codes, k, precision=HIGHEST) * factor
             scores *= scales_of_slots(k_pages, ids)[:, None, :]
             scores = jnp.where(seen[:, None], scores, -jnp.inf)
             logits = scores + jnp.log(scales_of_slots(v_pages, ids))[:, None, :]
@@ -104,7 +98,7 @@ def float8_paged_attention_xla(
             if accumulator == "hopper":
                 run = add_products(run, weights, v)
             else:
-                run = run + values_of(weights, v)
+                run = run + jnp.einsum("hgt,htd->hgd", weights, v, precision=HIGHEST)
             if flush_every is not None:
                 flush = (tile + 1) % flush_every == 0
                 total = jnp.where(flush, total + run, total)
@@ -125,3 +119,15 @@ def float8_paged_attention_xla(
         out=out.reshape(batch, query_heads, v_dim).astype(q.dtype),
         lse=lse.reshape(batch, query_heads),
     )
+
+
+def _codes(pages: PackedPages, page_ids: Int32[Array, " K"]) -> Float32[Array, "Hkv slots D"]:
+    """The codes of listed pages, as numbers.
+
+    Decoded once and then multiplied: XLA's CPU backend converts float8 slowly, and would do it
+    again in each product that it fuses it with.
+    """
+    taken = gather_heads(pages.planes["codes"], page_ids)
+    taken = lax.bitcast_convert_type(taken, jnp.uint8).astype(jnp.int32)
+    codes: Array = lax.optimization_barrier(float8_values(taken))
+    return codes
