@@ -93,10 +93,16 @@ class CacheConfig:
                 "window is given and place is None: without a place all pages stay near; give "
                 "place=kvjax.Place(), or leave out window"
             )
-        if self.select is not None and self.format is not None:
+        place = self.place
+        if self.format is not None and place is not None and place.store is not None:
             raise KvjaxError(
-                "format and select are both given: pages that steps select are stored in the "
-                "cache's dtype; leave out one of them"
+                f"format is given and place.store is {place.store!r}: stored pages are kept as the "
+                f"model made them, or without loss, by place.codec; leave out one of them"
+            )
+        if place is not None and place.hot_exact and self.format is None:
+            raise KvjaxError(
+                "place.hot_exact is True and format is None: without a format every page is exact; "
+                "give a format, or leave out hot_exact"
             )
         if self.select is not None and self.num_pages is not None:
             raise KvjaxError(

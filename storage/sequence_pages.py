@@ -27,7 +27,8 @@ class SequencePages:
     """Every full page of a few sequences, written once and read by (row, KV head, page).
 
     Callbacks must not raise: what fails is kept in `failures`, and from then on the reads of that
-    sequence are NaN, which ends it in a decode loop. The others go on.
+    sequence are NaN, which ends it in a decode loop; where pages are bytes (uint8), they are 255,
+    which scales read as NaN. The others go on.
 
     Args:
       rows: B, sequences.
@@ -187,7 +188,7 @@ class SequencePages:
                 except Exception as error:  # noqa: BLE001  a callback must not raise
                     self.failures[row] = error
             if row in self.failures:
-                out[:, offset] = np.nan
+                out[:, offset] = _nothing(self._dtype)
         self._count(began, moved)
         return out
 
@@ -216,6 +217,11 @@ class SequencePages:
                 out[kind, column, head] = got[:, 0, 0, kind]
             moved += len(head)
         return moved
+
+
+def _nothing(dtype: np.dtype[Any]) -> Any:
+    """What a page that cannot be had reads as: NaN; all bits, where pages are bytes of numbers."""
+    return 255 if dtype == np.uint8 else np.nan
 
 
 def _units(layer: int, head: NDArray[Any], page: Ids) -> Ids:

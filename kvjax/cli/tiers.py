@@ -30,6 +30,7 @@ class TierOptions:
       order: how pages lie in the store's files.
       keep_generated: whether the answer's pages join the store.
       codec: how pages are encoded in the store.
+      hot_exact: whether near pages stay as the model made them.
     """
 
     select: Select | None
@@ -38,6 +39,7 @@ class TierOptions:
     order: str = Place.order
     keep_generated: bool = Place.keep_generated
     codec: str = Place.codec
+    hot_exact: bool = Place.hot_exact
 
 
 def tier_options(
@@ -107,6 +109,14 @@ def tier_options(
         ),
     ] = Place.keep_generated,
     codec: Codec = Place.codec,
+    hot_exact: Annotated[
+        bool,
+        typer.Option(
+            "--hot-exact",
+            help="With --format: pages stay as the model made them while they are near.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Place.hot_exact,
 ) -> TierOptions:
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
@@ -133,7 +143,7 @@ def tier_options(
         )
     times = Window.times if window is None else window
     kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
-    return TierOptions(chosen, kept, calibration, page_order, keep_generated, codec)
+    return TierOptions(chosen, kept, calibration, page_order, keep_generated, codec, hot_exact)
 
 
 def with_tiers(
@@ -157,9 +167,9 @@ def with_tiers(
     if tiers.select is None:
         if tiers != TierOptions(None, Window()):
             raise KvjaxError(
-                "--window, --window-plan, --calibration, --codec, --page-order, --keep-generated "
-                "and --evict are of use with --select only: say what selects the pages, such as "
-                "--select low-bit"
+                "--window, --window-plan, --calibration, --codec, --page-order, --keep-generated, "
+                "--hot-exact and --evict are of use with --select only: say what selects the "
+                "pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()
@@ -187,6 +197,7 @@ def with_tiers(
         timeout_s=config.timeout_s,
         order=tiers.order,  # type: ignore[arg-type]  # Place refuses
         keep_generated=tiers.keep_generated,
+        hot_exact=tiers.hot_exact,
         codec=tiers.codec,  # type: ignore[arg-type]
     )
     select = dataclasses.replace(tiers.select, bits=config.bits)

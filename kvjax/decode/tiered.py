@@ -18,6 +18,7 @@ from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE
 from kvjax.decode.results import TierStats
 from kvjax.decode.step import DecodeState, Rules, draw, start
+from kvjax.decode.tiered_packed import page_shape
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_prefill import prefill_row
 from kvjax.decode.tiered_state import TieredShapes, empty_tiers
@@ -190,14 +191,14 @@ def loop(call: TieredCall, model: Model, state: DecodeState, rules: Rules, meter
 
 
 def _elsewhere(shapes: TieredShapes) -> SequencePages:
-    layer = shapes.spec.layers[0]
+    shape, dtype = page_shape(shapes)
     return SequencePages(
         rows=shapes.batch,
         layers=len(shapes.spec.layers),
-        heads=layer.kv_heads,
+        heads=shapes.spec.layers[0].kv_heads,
         pages=shapes.pages,
-        page_shape=(shapes.page_size, layer.head_dim),
-        dtype=np.dtype(jnp.dtype(shapes.spec.dtype)),
+        page_shape=shape,
+        dtype=np.dtype(jnp.dtype(dtype)),
     )
 
 

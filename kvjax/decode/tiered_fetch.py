@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from kvjax.storage.handles import held
 
@@ -24,8 +24,8 @@ def put_prompt(
     written: Int32[Array, ""],
     layer: int,
     row: Int32[Array, ""],
-    keys: Float[Array, "n Hkv P D"],
-    values: Float[Array, "n Hkv P D"],
+    keys: Num[Array, "n Hkv P D"],
+    values: Num[Array, "n Hkv P D"],
 ) -> Int32[Array, ""]:
     """Write a prompt's pages of a layer; returns the next `written`.
 
@@ -34,7 +34,7 @@ def put_prompt(
       written: what the last write returned.
       layer: whose pages.
       row: int32, which sequence.
-      keys: [n, Hkv, P, D], from page 0.
+      keys: [n, Hkv, P, D], from page 0, or the bytes that are kept of them.
       values: as keys.
     """
     done: Array = io_callback(
@@ -48,8 +48,8 @@ def put_filled(
     written: Int32[Array, ""],
     layer: int,
     page: Int32[Array, " B"],
-    keys: Float[Array, "B Hkv P D"],
-    values: Float[Array, "B Hkv P D"],
+    keys: Num[Array, "B Hkv P D"],
+    values: Num[Array, "B Hkv P D"],
 ) -> Int32[Array, ""]:
     """Write the pages that rows have just filled; returns the next `written`.
 
@@ -58,7 +58,7 @@ def put_filled(
       written: what the last write returned.
       layer: whose pages.
       page: int32 [B], their numbers; N or more where none was filled.
-      keys: [B, Hkv, P, D].
+      keys: [B, Hkv, P, D], or bytes.
       values: as keys.
     """
     done: Array = io_callback(
@@ -100,7 +100,7 @@ def collect(
     page: jax.ShapeDtypeStruct,
     *,
     first_row: int = 0,
-) -> Float[Array, "two B K Hkv P D"]:
+) -> Num[Array, "two B K Hkv P D"]:
     """Wait for a ticket's pages: as many as the next of a few sizes, K, K/2, K/4, K/8 or none.
 
     Args:
@@ -109,7 +109,7 @@ def collect(
       layer: as given to `issue`.
       ids: as given to `issue`, what is no page after all that are.
       missing: bool [B, Hkv, K], which of them are pages.
-      page: [P, D], shape and dtype of one head's page.
+      page: [P, D], shape and dtype of one head's page, or of its bytes.
       first_row: as given to `issue`.
 
     Returns:

@@ -38,6 +38,9 @@ def tiered_plan(
         check_codec(place.codec, cache_spec(model, cache).dtype)
     size, spec = cache.page_size, cache_spec(model, cache)
     check_attention(spec, cache)
+    page_format = cache.page_format
+    if page_format is not None:
+        page_format.check(spec, size)
     choice = select.choice()
     least = choice.first + choice.last
     tokens = half_step(pages_for(max(lengths), size)) * size
@@ -68,6 +71,8 @@ def tiered_plan(
             index=index_for(select, model.config),
             choice=choice,
             attention=cache.attention,
+            format=page_format,
+            hot_exact=place is not None and place.hot_exact,
         ),
         counts,
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache.residency import Residency
 from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
+from kvjax.decode.tiered_packed import as_bytes, as_kept
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
 from kvjax.models import Decoder, ModelConfig
 from kvjax.pallas_kernels import ragged_paged_attention
@@ -71,8 +72,14 @@ def prefill_row(
             implementation=shapes.attention,
         ).out
         written = cache.written
+        near_keys, near_values = keys, values
+        if shapes.format is not None:
+            pages = jnp.arange(held, dtype=jnp.int32)
+            kept = as_bytes(shapes, layer, keys, values, pages * size)
+            near_keys, near_values = as_kept(shapes, layer, keys, values, pages < full, kept)
         if shapes.fetches:
-            written = put_prompt(cache.handle, written, layer, row, keys, values)
+            sent = (keys, values) if shapes.format is None else kept
+            written = put_prompt(cache.handle, written, layer, row, *sent)
         observed = q.at[last].get(mode="clip"), last < length
         limits = cache.limits[layer]
         ids, mass = _first_pages(shapes, decoder.config, layer, keys, *observed, length, limits)
@@ -82,8 +89,8 @@ def prefill_row(
             with_layer(
                 cache,
                 layer,
-                keys=_put(pool, to, keys, ids),
-                values=_put(cache.values[layer], to, values, ids),
+                keys=_put(pool, to, near_keys, ids),
+                values=_put(cache.values[layer], to, near_values, ids),
                 near=jax.tree.map(
                     lambda old, new: lax.dynamic_update_index_in_dim(old, new, row, 0),
                     cache.near[layer],

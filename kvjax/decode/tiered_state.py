@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Eviction, Residency, nothing_near
 from kvjax.decode.tiered_index import build_index
+from kvjax.formats import Format
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.policies import Choice, PageIndex
 from kvjax.spec import KVSpec
@@ -38,6 +39,8 @@ class TieredShapes:
     index: PageIndex
     choice: Choice
     attention: Implementation | None
+    format: Format | None = None  # how full pages are kept
+    hot_exact: bool = False  # whether pages are as the model made them until they leave
 
     def most_slots(self, layer: int) -> int:
         """S, of the layer's KV head that has most."""

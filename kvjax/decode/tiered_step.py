@@ -13,6 +13,7 @@ from kvjax.decode.attend import attend_token, merged
 from kvjax.decode.step import DecodeState, Rules, draw
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
 from kvjax.decode.tiered_index import estimate_unread, extend_index
+from kvjax.decode.tiered_packed import as_bytes, as_kept, from_bytes, page_shape
 from kvjax.decode.tiered_state import (
     TieredCache,
     TieredShapes,
@@ -238,11 +239,13 @@ def _collected(
     rows: slice,
 ) -> Float[Array, "two BK Hkv P D"]:
     """The missing pages as a pool: page j of row b is b x K + j."""
-    pool = cache.keys[layer]
-    page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
+    page = jax.ShapeDtypeStruct(*page_shape(step.shapes))
     wanted = chosen.missing < step.shapes.pages
     both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page, first_row=rows.start)
-    return both.reshape(2, -1, *both.shape[3:])
+    both = both.reshape(2, -1, *both.shape[3:])
+    if step.shapes.format is None:
+        return both
+    return jnp.stack(from_bytes(step.shapes, layer, both[0], both[1]))
 
 
 def _attend_fetched(
@@ -327,10 +330,26 @@ def _written(
         lambda: cache.index[layer],
     )
     written = cache.written
+    if shapes.format is not None:
+        sent, near_pages = lax.cond(
+            jnp.any(filled),
+            lambda: _packed(step, layer, keys, values, page, filled),
+            lambda: jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype),
+                jax.eval_shape(lambda: _packed(step, layer, keys, values, page, filled)),
+            ),
+        )
+        to = jnp.where(filled[:, None], at, len(pools[0]))
+        pools = [
+            pool.at[to, 0].set(new, mode="drop")
+            for pool, new in zip(pools, near_pages, strict=True)
+        ]
+    else:
+        sent = (keys, values)
     if shapes.fetches:
         written = lax.cond(
             jnp.any(filled),
-            lambda: put_filled(cache.handle, cache.written, layer, page, keys, values),
+            lambda: put_filled(cache.handle, cache.written, layer, page, *sent),
             lambda: cache.written,
         )
     if not shapes.keeps:
@@ -339,3 +358,16 @@ def _written(
     total = shapes.pages
     traffic = counted(cache.traffic, layer, chosen.pages < total, chosen.missing < total)
     return dataclasses.replace(cache, written=written, traffic=traffic)
+
+
+def _packed(
+    step: _Step,
+    layer: int,
+    keys: Float[Array, "B Hkv P D"],
+    values: Float[Array, "B Hkv P Dv"],
+    page: Int32[Array, " B"],
+    filled: Bool[Array, " B"],
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Pages that rows have just filled: what is kept of them, and as steps read them then."""
+    kept = as_bytes(step.shapes, layer, keys, values, page * step.shapes.page_size)
+    return kept, as_kept(step.shapes, layer, keys, values, filled, kept)

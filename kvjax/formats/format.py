@@ -18,6 +18,10 @@ from kvjax.spec import KVSpec, LayerSpec
 class PagePacking(Protocol):
     """How pages of one layer's keys, or values, become codes. Hashable: static under jit."""
 
+    def __hash__(self) -> int:
+        """By what the packing does."""
+        ...
+
     def check(self, what: str, page_size: int, dim: int) -> None:
         """Refuse pages that cannot be packed.
 

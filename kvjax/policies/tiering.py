@@ -180,6 +180,10 @@ class Place:
         pages of near keys next to each other. Neighbours come in one read.
       codec: how a prompt's pages are encoded where they are written to the store, without loss:
         "none", "zstd", "blosc" or "splitzip"; see `kvjax.decode.PrefixConfig`.
+      hot_exact: with a format, whether pages that are near are as the model made them until they
+        leave: those that get most attention stay exact, the others are packed, which is what comes
+        back of them. Otherwise every full page is read as its format keeps it, near or not, and
+        what is near does not change results.
       observe: how many of the prompt's last tokens say which pages are near at first.
       timeout_s: the longest wait for a read, in seconds; one that failed or is late is made once
         more.
@@ -196,6 +200,7 @@ class Place:
     keep_generated: bool = False
     order: Literal["position", "cluster"] = "position"
     codec: Codec = "none"
+    hot_exact: bool = False
     observe: int = 32
     timeout_s: float = 30.0
     micro_batches: int = 1
@@ -213,8 +218,9 @@ class Place:
                 f"host_bytes is {self.host_bytes} and store is None: name a store for the pages "
                 f"that do not fit, or leave out host_bytes"
             )
-        if not isinstance(self.keep_generated, bool):
-            raise KvjaxError(f"keep_generated is {self.keep_generated!r}: must be True or False")
+        for name in ("keep_generated", "hot_exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise KvjaxError(f"{name} is {getattr(self, name)!r}: must be True or False")
         if self.keep_generated and self.store is None:
             raise KvjaxError(
                 "keep_generated is True and store is None: name a store to keep them in, or leave "

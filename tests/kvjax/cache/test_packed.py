@@ -1,6 +1,7 @@
 """Pages in fewer bits: what stands where, however tokens came, and what it takes."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -36,10 +37,12 @@ FORMATS = {
 CHUNK = 48
 """Tokens of a chunk, padding included, so that one program serves all."""
 
-do_gather = jax.jit(gather, static_argnums=1)
+# Compiling is most of what these tests take.
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+do_gather = quick(gather, static_argnums=1)
 
 
-@jax.jit
+@quick
 def appended(cache, keys, values, cu_lengths):
     return append(cache, keys, values, cu_lengths)
 
@@ -52,7 +55,7 @@ def do_append(cache, keys, values, cu_lengths):
     return appended(cache, keys, values, cu_lengths)
 
 
-@jax.jit
+@quick
 def do_step(cache, keys, values):
     """One token a sequence, as a decode step stores it."""
     active = jnp.ones(cache.batch, bool)
@@ -184,7 +187,7 @@ def test_kivi_takes_what_its_paper_says():
 def test_a_fork_shares_codes_and_copies_what_is_newest():
     format, given = int4(), rows(60)
     cache, _ = do_append(empty(format, batch=2), *cut(given, 0, 41), starts(41, 0))
-    forked, reservation = jax.jit(fork)(cache, 0, 1)
+    forked, reservation = quick(fork)(cache, 0, 1)
     assert bool(reservation.ok)
     assert int(forked.page_refs.max()) == 2
     other = rows(60, 7)
@@ -208,7 +211,7 @@ def test_a_fork_shares_codes_and_copies_what_is_newest():
 def test_pages_are_copied_with_their_scales():
     cache, _ = do_append(empty(int4()), *cut(rows(60), 0, 44), starts(44))
     source, target = cache.block_tables[0, :2], jnp.asarray([20, 24], jnp.int32)
-    copied = jax.jit(copy_pages)(cache, source, target)
+    copied = quick(copy_pages)(cache, source, target)
     for old, new in zip(cache.k_pages[:2], copied.k_pages[:2], strict=True):
         assert isinstance(new, PackedPages)
         np.testing.assert_array_equal(new.values()[20], old.values()[source[0]])

@@ -1,0 +1,169 @@
+"""Pages over tiers in fewer bits: as bytes for the host, and back inside the program."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt8
+
+from kvjax.decode.tiered_state import TieredShapes
+from kvjax.formats import LayerFormat, PagePacking, abstract_pages, empty_pages
+from kvjax.pallas_kernels import PackedPages
+from kvjax.spec import LayerSpec
+
+
+def layer_format(shapes: TieredShapes, layer: int) -> LayerFormat | None:
+    """How a layer's pages are packed where they are not near; None if they are not."""
+    return None if shapes.format is None else shapes.format.layer(shapes.spec, layer)
+
+
+def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
+    """Shape and dtype of one KV head's page of keys, and of values, as it leaves the program.
+
+    Bytes where there is a format: as many as the larger of all that are packed.
+    """
+    spec = shapes.spec
+    if shapes.format is None:
+        return (shapes.page_size, spec.layers[0].head_dim), spec.dtype
+    widths = []
+    for index, layer in enumerate(spec.layers):
+        chosen = layer_format(shapes, index)
+        for packing, dim in _parts(chosen, layer):
+            plain = shapes.page_size * dim * spec.bytes_per_element
+            widths.append(plain if packing is None else _packed_bytes(packing, shapes, dim))
+    return (1, max(widths)), "uint8"
+
+
+def as_bytes(
+    shapes: TieredShapes,
+    layer: int,
+    keys: Float[Array, "n Hkv P D"],
+    values: Float[Array, "n Hkv P Dv"],
+    positions: Int32[Array, " n"],
+) -> tuple[UInt8[Array, "n Hkv 1 W"], UInt8[Array, "n Hkv 1 W"]]:
+    """Whole pages as the bytes that are kept of them.
+
+    Args:
+      shapes: the program's, with a format.
+      layer: whose pages.
+      keys: [n, Hkv, P, D].
+      values: [n, Hkv, P, Dv].
+      positions: int32 [n], of each page's first token.
+    """
+    (_, width), _ = page_shape(shapes)
+    both = []
+    parts = _parts(layer_format(shapes, layer), shapes.spec.layers[layer])
+    for (packing, _), pages in zip(parts, (keys, values), strict=True):
+        kept = [pages]
+        if packing is not None:
+            kept = jax.tree.leaves(_stored(packing, packing.encode(pages, positions)))
+        flat = jnp.concatenate([_bytes(x) for x in kept], axis=-1)
+        both.append(jnp.pad(flat, ((0, 0), (0, 0), (0, width - flat.shape[-1])))[:, :, None])
+    return both[0], both[1]
+
+
+def from_bytes(
+    shapes: TieredShapes,
+    layer: int,
+    keys: UInt8[Array, "n Hkv 1 W"],
+    values: UInt8[Array, "n Hkv 1 W"],
+) -> tuple[Float[Array, "n Hkv P D"], Float[Array, "n Hkv P Dv"]]:
+    """What bytes stand for, in the cache's dtype.
+
+    Args:
+      shapes: the program's, with a format.
+      layer: whose pages.
+      keys: as `as_bytes` gave them.
+      values: as `as_bytes` gave them.
+    """
+    dtype = jnp.dtype(shapes.spec.dtype)
+    both = []
+    of = shapes.spec.layers[layer]
+    parts = _parts(layer_format(shapes, layer), of)
+    for (packing, dim), given in zip(parts, (keys, values), strict=True):
+        rest = given[:, :, 0]
+        count, heads = rest.shape[:2]
+        if packing is None:
+            shape = jax.ShapeDtypeStruct((count, heads, shapes.page_size, dim), dtype)
+            both.append(_array(rest, shape))
+            continue
+        wanted = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
+        leaves, structure = jax.tree.flatten(wanted)
+        arrays, begin = [], 0
+        for leaf in leaves:
+            size = math.prod(leaf.shape[2:]) * leaf.dtype.itemsize
+            leaf = jax.ShapeDtypeStruct((count, heads, *leaf.shape[2:]), leaf.dtype)
+            arrays.append(_array(rest[:, :, begin : begin + size], leaf))
+            begin += size
+        template = empty_pages(packing, 1, heads, shapes.page_size, dim)
+        packed = template.with_stored(jax.tree.unflatten(structure, arrays))
+        both.append(packed.values().astype(dtype))
+    return both[0], both[1]
+
+
+def as_kept(
+    shapes: TieredShapes,
+    layer: int,
+    keys: Float[Array, "n Hkv P D"],
+    values: Float[Array, "n Hkv P Dv"],
+    whole: Bool[Array, " n"],
+    kept: tuple[Array, Array],
+) -> tuple[Float[Array, "n Hkv P D"], Float[Array, "n Hkv P Dv"]]:
+    """Pages as steps read them while they are near: whole ones as what is kept of them stands for.
+
+    So that it does not matter whether a page stayed near or came back; but where hot pages are to
+    stay exact, they are as the model made them until they leave.
+
+    Args:
+      shapes: the program's, with a format.
+      layer: whose pages.
+      keys: [n, Hkv, P, D].
+      values: [n, Hkv, P, Dv].
+      whole: bool [n], which pages are full.
+      kept: of `as_bytes`.
+    """
+    if shapes.hot_exact:
+        return keys, values
+    mask = whole[:, None, None, None]
+    new_keys, new_values = from_bytes(shapes, layer, *kept)
+    return jnp.where(mask, new_keys, keys), jnp.where(mask, new_values, values)
+
+
+def _parts(
+    chosen: LayerFormat | None, layer: LayerSpec
+) -> tuple[tuple[PagePacking | None, int], tuple[PagePacking | None, int]]:
+    packings = (None, None) if chosen is None else (chosen.keys, chosen.values)
+    return (packings[0], layer.head_dim), (packings[1], layer.value_dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_bytes(packing: PagePacking, shapes: TieredShapes, dim: int) -> int:
+    """Bytes that one KV head's page is kept in."""
+    heads = shapes.spec.layers[0].kv_heads
+    packed = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
+    leaves = jax.tree.leaves(packed)
+    return sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)
+
+
+def _stored(packing: PagePacking, packed: PackedPages) -> dict[str, Any]:
+    """The arrays of packed pages that are not shared by all."""
+    _, heads, size, dim = packed.shape
+    names = abstract_pages(packing, 2, heads, size, dim).stored()
+    return {name: getattr(packed, name) for name in names}
+
+
+def _bytes(array: Array) -> UInt8[Array, "n Hkv w"]:
+    """An array [n, Hkv, ...] as the bytes that it is."""
+    raw = lax.bitcast_convert_type(array, jnp.uint8)
+    return raw.reshape(*array.shape[:2], -1)
+
+
+def _array(raw: UInt8[Array, "n Hkv w"], wanted: jax.ShapeDtypeStruct) -> Array:
+    """Undo `_bytes`."""
+    size = wanted.dtype.itemsize
+    shape = wanted.shape if size == 1 else (*wanted.shape, size)
+    length = math.prod(wanted.shape[2:]) * size
+    return lax.bitcast_convert_type(raw[:, :, :length].reshape(shape), wanted.dtype)

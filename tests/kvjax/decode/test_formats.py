@@ -1,0 +1,116 @@
+"""Text through packed pages: equal to attention that packs and unpacks for itself."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.config import CacheConfig
+from kvjax.decode import PrefixCache, generate, score
+from kvjax.errors import KvjaxError
+from kvjax.formats import float8, int4, int8
+from kvjax.pallas_kernels import encoded_before
+from tests.kvjax.decode.tiny import model, prompt
+
+PAGE, TOKENS = 16, 150
+CASES = {
+    "int4": ("llama", int4()),
+    "a window, a soft cap": ("gemma", dataclasses.replace(int8(), skip_windows=False)),
+    "newest 35 tokens, a layer skipped": (
+        "groups_of_3",
+        dataclasses.replace(float8(), residual=35, skip_layers=(0,)),
+    ),
+}
+
+
+def oracle(of, format, ids):
+    """float32 [T, V]: every query sees, of what stands before it, what was packed when it came."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def logits(params, tokens):
+        decoder = nnx.merge(of.graphdef, params)
+        positions = jnp.arange(len(ids), dtype=jnp.int32)
+        first = jnp.arange(0, len(ids), PAGE, dtype=jnp.int32)
+        limit = encoded_before(positions, format.recent(PAGE), PAGE)
+        seen = positions[None] <= positions[:, None]
+
+        def unpacked(packing, x):
+            pages = x.reshape(-1, PAGE, *x.shape[1:]).swapaxes(1, 2)
+            return packing.encode(pages, first).values().swapaxes(1, 2).reshape(x.shape)
+
+        def attend(layer, q, k, v, state):
+            chosen, window = format.layer(of.spec, layer), of.config.layers[layer].window
+            old = (k, v)
+            if chosen is not None:
+                old = unpacked(chosen.keys, k), unpacked(chosen.values, v)
+            packed = (positions[None] < limit[:, None])[None, None]
+            visible = seen
+            if window is not None:
+                visible = seen & (positions[None] > positions[:, None] - window)
+            grouped = q.reshape(len(ids), k.shape[1], -1, q.shape[2])
+            scores = [jnp.einsum("thgd,shd->hgts", grouped, x) for x in (old[0], k)]
+            scores = jnp.where(packed, *scores) * of.config.scale(layer)
+            weights = jax.nn.softmax(jnp.where(visible[None, None], scores, -jnp.inf), axis=-1)
+            parts = [jnp.where(packed, weights, 0.0), jnp.where(packed, 0.0, weights)]
+            out = sum(
+                jnp.einsum("hgts,shd->thgd", part, x)
+                for part, x in zip(parts, (old[1], v), strict=True)
+            )
+            return out.reshape(*q.shape[:2], -1), state
+
+        return decoder.logits(decoder(tokens, positions, attend, None)[0])
+
+    return np.asarray(logits(of.params, jnp.asarray(ids, jnp.int32)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_attention_that_packs_for_itself(case):
+    name, format = CASES[case]
+    of, ids = model(name), prompt(160)
+    got = score(
+        of, ids[:TOKENS], cache=CacheConfig(page_size=PAGE, format=format), prefill_chunk=64
+    )
+    want = oracle(of, format, ids)[:TOKENS].astype(np.float64)
+    want = want - np.log(np.exp(want).sum(1, keepdims=True))
+    want = want[np.arange(TOKENS - 1), ids[1:TOKENS]]
+    np.testing.assert_allclose(got.logprobs[1:], want, atol=2e-5)
+    exact = score(of, ids[:TOKENS], cache=CacheConfig(page_size=PAGE), prefill_chunk=64)
+    assert np.abs(np.subtract(exact.logprobs[1:], want)).max() > 1e-3
+
+
+def test_tokens_do_not_depend_on_chunks_or_on_the_batch():
+    of, cache = model("llama"), CacheConfig(format=int4())
+    prompts = [prompt(70, 1), prompt(33, 2), prompt(5, 3)]
+    options = {"max_new_tokens": 40, "cache": cache, "stop_at_eos": False}
+    together = generate(of, prompts, prefill_chunk=32, **options)
+    (alone,) = generate(of, prompts[0], prefill_chunk=64, **options).tokens
+    assert together.tokens[0] == alone
+    for ids, drawn in zip(prompts, together.tokens, strict=True):
+        told = score(of, [*ids, *drawn], cache=cache, prefill_chunk=64)
+        assert told.top_tokens[len(ids) :] == drawn
+    assert together.stats.bytes_per_token == int4().bytes_per_token(of.spec, 16)
+    assert together.stats.bytes_per_token < of.spec.bytes_per_token / 5
+
+
+def test_a_format_is_found_by_its_name_and_refused_by_it():
+    assert CacheConfig(format="int8").format == int8()
+    with pytest.raises(KvjaxError, match=r"format is 'int5': must be one of fp8, "):
+        CacheConfig(format="int5")
+    with pytest.raises(KvjaxError, match="format is 4: must be a kvjax"):
+        CacheConfig(format=4)
+    with pytest.raises(KvjaxError, match=r"page_size is 16: groups of 32 tokens of keys"):
+        generate(model("llama"), prompt(20), cache=CacheConfig(format="kivi2"))
+
+
+def test_stored_prefixes_and_formats_do_not_go_together(tmp_path):
+    with pytest.raises(KvjaxError, match=r"prefixes are given and cache\.format too"):
+        generate(
+            model("llama"),
+            prompt(20),
+            cache=CacheConfig(format="int4"),
+            prefixes=PrefixCache(str(tmp_path)),
+        )
