@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt16
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt16
 
 from kvjax.pallas_kernels.packed_bits import PLANES, unpack
 from kvjax.pallas_kernels.page_rotation import rotated_pages
@@ -28,7 +28,8 @@ class PackedPages:
     array it stands for, and goes where a pool of keys or values goes.
 
     Keys that were packed before their rotary embedding have a `position` a page, and what they
-    stand for is rotated by it.
+    stand for is rotated by it. The token at position 0, whose key may be unlike all others (an
+    attention sink), can have a scale and a middle of its own, which pages share.
     """
 
     planes: dict[str, Array]  # [N, Hkv, rows, D]: `codes`, and `top` at 3 bits; see `packed_bits`
@@ -42,9 +43,9 @@ class PackedPages:
     centre: float = dataclasses.field(metadata={"static": True})
     position: Int32[Array, "N Hkv 1"] | None = None  # of a page's first token, logical
     frequencies: Float32[Array, " half"] | None = None  # radians a token for pairs (i, i + D / 2)
-    sharpen: float = dataclasses.field(
-        default=1.0, metadata={"static": True}
-    )  # see `rotated_pages`
+    sink_scale: Float32[Array, "N Hkv 1 D"] | None = None  # N is 1; of the token at position 0
+    sink_middle: Float32[Array, "N Hkv 1 D"] | None = None
+    sharpen: float = dataclasses.field(default=1.0, metadata={"static": True})  # by the embedding
     shared: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     """Which of `scale` and `middle` are the same for all pages, and do not grow with the pool."""
 
@@ -96,6 +97,13 @@ class PackedPages:
 
     def values(self) -> Float32[Array, "N Hkv P D"]:
         """What the pages stand for, all at once, in float32."""
+        value = self.unrotated()
+        if self.position is None or self.frequencies is None:
+            return value
+        return rotated_pages(value, self.position, self.frequencies, self.sharpen)
+
+    def unrotated(self) -> Float32[Array, "N Hkv P D"]:
+        """The same, but keys that were packed before their rotary embedding without it."""
         pages, heads, size, dim = self.shape
         codes = self.planes["codes"] if self.bits == 8 else unpack(self.planes, self.bits)
         if self.levels is not None:
@@ -110,10 +118,12 @@ class PackedPages:
         value = level * scale[:, :, :, None, :, None]
         if middle is not None:
             value = value + middle[:, :, :, None, :, None]
-        value = self._with_outliers(value.reshape(pages, heads, size, dim))
-        if self.position is None or self.frequencies is None:
-            return value
-        return rotated_pages(value, self.position, self.frequencies, self.sharpen)
+        value = value.reshape(pages, heads, size, dim)
+        if self.position is not None and self.sink_scale is not None:
+            sink = level.reshape(value.shape) * self.sink_scale
+            sink = sink if self.sink_middle is None else sink + self.sink_middle
+            value = jnp.where(at_start(self.position, size), sink, value)
+        return self._with_outliers(value)
 
     def _with_outliers(self, value: Float32[Array, "N Hkv P D"]) -> Float32[Array, "N Hkv P D"]:
         if self.outlier_at is None or self.outlier_value is None:
@@ -135,6 +145,18 @@ class PackedPages:
             return None
         middle = self.middle.astype(jnp.float32)
         return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
+
+
+def at_start(position: Int32[Array, "N heads 1"], size: int) -> Bool[Array, "N heads P 1"]:
+    """Which tokens of pages are the first of their sequences.
+
+    Args:
+      position: of each page's first token.
+      size: P.
+    """
+    return (position[..., None] == 0) & (
+        jnp.arange(size, dtype=jnp.int32)[None, None, :, None] == 0
+    )
 
 
 def _level(

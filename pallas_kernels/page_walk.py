@@ -100,7 +100,7 @@ def _unpacked(pool: PackedPages, taken: dict[str, Any]) -> Float32[Array, "heads
 
     shared = {
         name: of_list(value, 0 if name == "levels" else 1)
-        for name in ("scale", "middle", "unit", "levels")
+        for name in ("scale", "middle", "unit", "levels", "sink_scale", "sink_middle")
         if name not in taken and (value := getattr(pool, name)) is not None
     }
 

@@ -10,7 +10,7 @@ import psutil
 
 from kvjax.decode import inputs
 from kvjax.decode.calls import Progress
-from kvjax.decode.captured import Captured, captured
+from kvjax.decode.captured import Captured, captured, first_keys
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
@@ -22,6 +22,10 @@ from kvjax.spec import DEFAULT_PAGE_SIZE
 
 PART_TOKENS = 512
 """Most tokens that run at once, as a text of their own: the backward pass keeps all of them."""
+
+
+FIRST_TOKENS = 256
+"""Tokens that are tried as the first of a text."""
 
 
 def calibrate_formats(
@@ -60,10 +64,20 @@ def calibrate_formats(
         for kept, new in zip(samples, jax.device_get(program(*given)), strict=True):
             kept.append(new)
         report("calibrate", done / (len(parts) + 1))
+    given = (model.params, _first_tokens(parts))
+    program, _ = compiled(first_keys, model.graphdef, *given)
     layers = []
-    for shape, kept in zip(model.config.layers, samples, strict=True):
-        keys, values, key_weights, value_weights = map(np.concatenate, zip(*kept, strict=True))
-        of_layer = layer_calibration(keys, key_weights, values, value_weights, *frequencies(shape))
+    for shape, kept, sinks in zip(
+        model.config.layers, samples, jax.device_get(program(*given)), strict=True
+    ):
+        of_layer = layer_calibration(
+            np.concatenate([part.keys[1:] for part in kept]),
+            np.concatenate([part.key_weights[1:] for part in kept]),
+            np.concatenate([part.values for part in kept]),
+            np.concatenate([part.value_weights for part in kept]),
+            sinks,
+            *frequencies(shape),
+        )
         layers.append(of_layer)
     report("calibrate", 1.0)
     return FormatCalibration(fingerprint(model), sum(map(len, parts)), tuple(layers))
@@ -110,6 +124,13 @@ def _parts(rows: list[list[int]], most: int) -> list[list[int]]:
         length = len(ids) // pieces // size * size
         parts += [ids[start * length : (start + 1) * length] for start in range(pieces)]
     return parts
+
+
+def _first_tokens(parts: list[list[int]]) -> jax.Array:
+    """Tokens that texts may begin with: those that parts do, and others of them, each once."""
+    flat = np.concatenate([[part[0] for part in parts], *parts])
+    _, first = np.unique(flat, return_index=True)
+    return jnp.asarray(np.resize(flat[np.sort(first)][:FIRST_TOKENS], FIRST_TOKENS), jnp.int32)
 
 
 def _check_memory(model: Model, tokens: int) -> None:

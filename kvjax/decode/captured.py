@@ -73,6 +73,30 @@ def captured(graphdef: Any, params: Any, tokens: Int32[Array, " T"]) -> tuple[Ca
     return tuple(result)
 
 
+def first_keys(
+    graphdef: Any, params: Any, tokens: Int32[Array, " T"]
+) -> tuple[Float32[Array, "T Hkv D"], ...]:
+    """The key that each token has in each layer, without its rotation, where a text begins with it.
+
+    Args:
+      graphdef: of the model.
+      params: its weights.
+      tokens: int32 [T], each a text of its own.
+    """
+    decoder: Decoder = nnx.merge(graphdef, params)
+    nowhere = jnp.zeros_like(tokens)
+    plain = causal_attend(decoder.config, jnp.arange(tokens.shape[0], dtype=jnp.int32), nowhere)
+
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, seen: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        sharpen = rotations(decoder.config.layers[layer], nowhere)[0][0, 0]
+        return plain(layer, q, k, v, None)[0], (*seen, k / sharpen)
+
+    nothing: tuple[Array, ...] = ()
+    return decoder(tokens, nowhere, attend, nothing)[1]
+
+
 def _surprise(
     decoder: Decoder, hidden: Float32[Array, "T d"], targets: Int32[Array, " T"]
 ) -> Float32[Array, ""]:

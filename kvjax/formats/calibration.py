@@ -34,9 +34,11 @@ class LayerCalibration:
       sharpen: what that multiplies keys by.
       key_middle: [Hkv, D], of each channel's range, which leaves out few elements on either side.
       key_reach: [Hkv, D], from the middle to the range's ends.
+      sink_middle: [Hkv, D], of the same of the first token of a sequence.
+      sink_reach: [Hkv, D].
       key_levels: [2 ** bits] for each of `BITS`, in reaches from the middle.
       value_levels: the same of values, in half of a token's range from its middle.
-      key_most: [Hkv], the greatest distance of a key's element from its channel's middle.
+      key_most: [Hkv], the greatest distance of a key's element from its middle.
       value_most: [Hkv], the greatest magnitude of a value's element.
     """
 
@@ -44,6 +46,8 @@ class LayerCalibration:
     sharpen: float
     key_middle: Constant
     key_reach: Constant
+    sink_middle: Constant
+    sink_reach: Constant
     key_levels: tuple[Constant, ...]
     value_levels: tuple[Constant, ...]
     key_most: Constant
@@ -138,7 +142,13 @@ def load_calibrated(path: str | os.PathLike[str], name: str, *, model: str | Non
 
 
 def _float8(layer: LayerCalibration) -> LayerFormat:
-    keys = StaticFloat8(_scale(layer.key_most), layer.key_middle, layer.frequencies, layer.sharpen)
+    keys = StaticFloat8(
+        _scale(layer.key_most),
+        layer.key_middle,
+        layer.sink_middle,
+        layer.frequencies,
+        layer.sharpen,
+    )
     return LayerFormat(keys, StaticFloat8(_scale(layer.value_most)))
 
 
@@ -153,6 +163,8 @@ def _kvquant(layer: LayerCalibration, bits: int) -> LayerFormat:
         bits,
         layer.key_middle,
         layer.key_reach,
+        layer.sink_middle,
+        layer.sink_reach,
         layer.key_levels[at],
         layer.frequencies,
         layer.sharpen,
@@ -175,12 +187,22 @@ def _layer(fields: dict[str, Any]) -> LayerCalibration:
     """
     arrays: dict[str, Any] = {
         name: _constant(name, fields[name])
-        for name in ("frequencies", "key_middle", "key_reach", "key_most", "value_most")
+        for name in (
+            "frequencies",
+            "key_middle",
+            "key_reach",
+            "sink_middle",
+            "sink_reach",
+            "key_most",
+            "value_most",
+        )
     }
     heads, dim = arrays["key_middle"].shape
     shapes = {
         "frequencies": (dim // 2,),
         "key_reach": (heads, dim),
+        "sink_middle": (heads, dim),
+        "sink_reach": (heads, dim),
         "key_most": (heads,),
         "value_most": (heads,),
     }

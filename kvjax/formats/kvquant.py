@@ -11,7 +11,7 @@ from kvjax.formats.measured import check_measured
 from kvjax.formats.outliers import check_places, largest, marked, room
 from kvjax.formats.scales import kept, real, units
 from kvjax.pallas_kernels.packed_bits import pack, tokens_sharing_a_byte
-from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.packed_pages import PackedPages, at_start
 from kvjax.pallas_kernels.page_rotation import rotated_pages
 
 OUTLIERS = 0.01
@@ -26,10 +26,16 @@ class KVQuantKeys:
     Outliers are the elements that codes say worst; those outside of the range are among them. What
     is not finite counts as the middle of its channel.
 
+    The first token of a sequence gets much of all attention, and its key is unlike all others, but
+    alike from text to text. The paper keeps it as it is (section 3.5); here it has narrow ranges of
+    its own, which need no room.
+
     Attributes:
       bits: of a code, 2 to 4.
       middle: [Hkv, D], of each channel's range.
       reach: [Hkv, D], from the middle to the range's ends.
+      sink_middle: [Hkv, D], of the first token's ranges.
+      sink_reach: [Hkv, D].
       levels: [2 ** bits], ascending, in reaches from the middle.
       frequencies: [D / 2], of the rotary embedding that keys come with, radians a token.
       sharpen: what the rotary embedding multiplies keys by.
@@ -39,6 +45,8 @@ class KVQuantKeys:
     bits: int
     middle: Constant
     reach: Constant
+    sink_middle: Constant
+    sink_reach: Constant
     levels: Constant
     frequencies: Constant
     sharpen: float = 1.0
@@ -59,10 +67,16 @@ class KVQuantKeys:
         check_measured("keys", "KV heads", heads, self.middle.shape[0])
         position = jnp.broadcast_to(positions[:, None, None], (count, heads, 1))
         frequencies = jnp.asarray(self.frequencies.values)
-        middle, reach = (jnp.asarray(c.values)[None, :, None] for c in (self.middle, self.reach))
+        middle, reach, sink_middle, sink_reach = (
+            jnp.asarray(constant.values)[None, :, None]
+            for constant in (self.middle, self.reach, self.sink_middle, self.sink_reach)
+        )
         x = rotated_pages(pages.astype(jnp.float32), position, frequencies, self.sharpen, back=True)
-        x = jnp.where(jnp.isfinite(x), x, middle)
-        codes = nearest((x - middle) / jnp.where(reach == 0, 1.0, reach), self.levels)
+        start = at_start(position, size)
+        from_middle = jnp.where(start, sink_middle, middle)
+        unit = jnp.where(start, sink_reach, reach)
+        x = jnp.where(jnp.isfinite(x), x, from_middle)
+        codes = nearest((x - from_middle) / jnp.where(unit == 0, 1.0, unit), self.levels)
         packed = PackedPages(
             planes=pack(codes, self.bits),
             scale=reach,
@@ -73,17 +87,15 @@ class KVQuantKeys:
             outlier_value=None,
             bits=self.bits,
             centre=0.0,
-            shared=("scale", "middle"),
-        )
-        at, value = largest(x, jnp.abs(x - packed.values()), room(self.outliers, size, dim))
-        return dataclasses.replace(
-            packed,
-            outlier_at=at,
-            outlier_value=value,
             position=position,
             frequencies=frequencies,
+            sink_scale=sink_reach,
+            sink_middle=sink_middle,
             sharpen=self.sharpen,
+            shared=("scale", "middle"),
         )
+        at, value = largest(x, jnp.abs(x - packed.unrotated()), room(self.outliers, size, dim))
+        return dataclasses.replace(packed, outlier_at=at, outlier_value=value)
 
     def decode(self, packed: PackedPages) -> Float32[Array, "N Hkv P D"]:
         """See `PagePacking.decode`."""

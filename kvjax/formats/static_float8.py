@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.formats.constant import Constant
 from kvjax.formats.measured import check_measured
-from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.packed_pages import PackedPages, at_start
 from kvjax.pallas_kernels.page_rotation import rotated_pages
 
 GREATEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
@@ -23,6 +23,9 @@ class StaticFloat8:
     Attributes:
       scale: [Hkv], what a code of 1 is worth, above 0.
       middle: [Hkv, D], what a code of 0 stands for; None is 0.
+      sink_middle: [Hkv, D], what it stands for in the first token of a sequence, whose key gets
+        much of all attention, and is unlike all others but alike from text to text. Only where
+        there are a middle and frequencies.
       frequencies: [D / 2], of the rotary embedding that keys come with and are packed without,
         radians a token; None packs what comes.
       sharpen: what the rotary embedding multiplies keys by.
@@ -30,6 +33,7 @@ class StaticFloat8:
 
     scale: Constant
     middle: Constant | None = None
+    sink_middle: Constant | None = None
     frequencies: Constant | None = None
     sharpen: float = 1.0
 
@@ -48,7 +52,7 @@ class StaticFloat8:
         check_measured("pages", "KV heads", heads, self.scale.shape[0])
         x = pages.astype(jnp.float32)
         scale = jnp.asarray(self.scale.values)[None, :, None, None]
-        position = frequencies = middle = None
+        position = frequencies = middle = sink_middle = None
         if self.frequencies is not None:
             position = jnp.broadcast_to(positions[:, None, None], (count, heads, 1))
             frequencies = jnp.asarray(self.frequencies.values)
@@ -56,7 +60,11 @@ class StaticFloat8:
         if self.middle is not None:
             middle = jnp.asarray(self.middle.values)[None, :, None]
             scale = jnp.broadcast_to(scale, middle.shape)  # which say what elements share
-            x = x - middle
+            from_middle = middle
+            if position is not None and self.sink_middle is not None:
+                sink_middle = jnp.asarray(self.sink_middle.values)[None, :, None]
+                from_middle = jnp.where(at_start(position, size), sink_middle, middle)
+            x = x - from_middle
         codes = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x / scale), -GREATEST, GREATEST)
         return PackedPages(
             planes={"codes": codes.astype(jnp.float8_e4m3fn)},
@@ -70,6 +78,8 @@ class StaticFloat8:
             centre=0.0,
             position=position,
             frequencies=frequencies,
+            sink_scale=None if sink_middle is None else scale,
+            sink_middle=sink_middle,
             sharpen=self.sharpen,
             shared=("scale", "middle"),
         )

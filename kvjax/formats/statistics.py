@@ -14,14 +14,13 @@ from kvjax.spec import DEFAULT_PAGE_SIZE
 BINS = 512
 """Of a level's range: points of a bin count as their mean, so only where levels part is coarser."""
 
-Samples = Float32[np.ndarray, "T Hkv D"]
-
 
 def layer_calibration(
-    keys: Samples,
-    key_weights: Samples,
-    values: Samples,
-    value_weights: Samples,
+    keys: Float32[np.ndarray, "K Hkv D"],
+    key_weights: Float32[np.ndarray, "K Hkv D"],
+    values: Float32[np.ndarray, "T Hkv Dv"],
+    value_weights: Float32[np.ndarray, "T Hkv Dv"],
+    sinks: Float32[np.ndarray, "S Hkv D"],
     frequencies: Float32[np.ndarray, " half"],
     sharpen: float,
 ) -> LayerCalibration:
@@ -31,15 +30,18 @@ def layer_calibration(
     ranges; a range leaves out half of the share of outliers on either side.
 
     Args:
-      keys: without their rotation, T tokens, at least a page.
+      keys: without their rotation, of K tokens that are not the first of a text.
       key_weights: what a squared error of each element costs.
-      values: of the same tokens.
+      values: of T tokens, at least a page.
       value_weights: see `key_weights`.
+      sinks: keys of S tokens that are the first of a text.
       frequencies: of the rotary embedding.
       sharpen: what that multiplies keys by.
     """
     low, high = np.quantile(keys, [OUTLIERS / 2, 1 - OUTLIERS / 2], axis=0)
     middle, reach = (low + high) / 2, (high - low) / 2
+    sink_middle = (sinks.max(axis=0) + sinks.min(axis=0)) / 2
+    sink_reach = np.abs(sinks - sink_middle).max(axis=0)
     size = DEFAULT_PAGE_SIZE
     pages = values[: len(values) // size * size].reshape(-1, size, *values.shape[1:])
     pages = pages.transpose(0, 2, 1, 3)
@@ -51,11 +53,15 @@ def layer_calibration(
         sharpen=sharpen,
         key_middle=Constant(middle),
         key_reach=Constant(reach),
+        sink_middle=Constant(sink_middle),
+        sink_reach=Constant(sink_reach),
         key_levels=_levels(keys - middle, reach, key_weights),
         value_levels=_levels(
             pages - (least + most) / 2, (most - least) / 2, weights.transpose(0, 2, 1, 3)
         ),
-        key_most=Constant(np.abs(keys - middle).max(axis=(0, 2))),
+        key_most=Constant(
+            np.maximum(np.abs(keys - middle).max(axis=(0, 2)), sink_reach.max(axis=1))
+        ),
         value_most=Constant(np.abs(values).max(axis=(0, 2))),
     )
 

@@ -18,13 +18,24 @@ LAYER = LayerConfig(num_heads=4, num_kv_heads=HEADS, head_dim=DIM)
 
 
 def plain_keys(pages, seed=0):
-    """Keys before their rotation, [N, Hkv, P, D]: channels of unequal means and widths."""
+    """Keys before their rotation, [N, Hkv, P, D]: channels of unequal means and widths.
+
+    The first page begins a sequence.
+    """
     rng = np.random.default_rng(seed)
     channels = np.random.default_rng(99)
     middle = 10 * channels.standard_normal((HEADS, 1, DIM))
     width = np.exp(channels.standard_normal((HEADS, 1, DIM)))
-    noise = rng.standard_normal((pages, HEADS, SIZE, DIM))
-    return (middle + width * noise).astype(np.float32)
+    keys = middle + width * rng.standard_normal((pages, HEADS, SIZE, DIM))
+    keys[0, :, 0] = some_sinks(1)[0]
+    return keys.astype(np.float32)
+
+
+def some_sinks(count=32):
+    """Keys of first tokens, [T, Hkv, D]: unlike others, and alike."""
+    rng = np.random.default_rng(5)
+    middle = -4 * np.random.default_rng(98).standard_normal((HEADS, DIM))
+    return (middle + 0.05 * rng.standard_normal((count, HEADS, DIM))).astype(np.float32)
 
 
 def some_values(pages, seed=0):
@@ -70,10 +81,10 @@ def tokens_of(pages):
 
 def calibration(keys, values, layer=LAYER):
     """One layer, every error weighed the same."""
-    keys, values = tokens_of(keys), tokens_of(values)
-    ones = np.ones_like(keys)
-    found = layer_calibration(keys, ones, values, ones, *frequencies(layer))
-    return FormatCalibration("0" * 64, len(keys), (found,))
+    keys, values = tokens_of(keys)[1:], tokens_of(values)
+    ones = np.ones_like(values)
+    found = layer_calibration(keys, ones[1:], values, ones, some_sinks(), *frequencies(layer))
+    return FormatCalibration("0" * 64, len(values), (found,))
 
 
 @functools.cache
