@@ -30,7 +30,7 @@ from kvjax.pallas_kernels.mosaic.stream import Copied
 from kvjax.pallas_kernels.mosaic.tiles import LANES
 from kvjax.pallas_kernels.mosaic.work import Work, pages_in_order
 from kvjax.pallas_kernels.packed_bits import PLANES
-from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool
 
 
 class BlockPool(NamedTuple):
@@ -51,7 +51,7 @@ class BlockPool(NamedTuple):
         return (rows if self.coding is None else rows * 8 // self.coding.widths[0]), dim
 
 
-def block_itemsize(pools: tuple[KeyPool, KeyPool], q_dtype: jnp.dtype) -> int:
+def block_itemsize(pools: tuple[KeyPool, ValuePool], q_dtype: jnp.dtype) -> int:
     """Bytes of an element of a KV block in VMEM: codes are unpacked to the queries' dtype."""
     return max(
         (q_dtype if isinstance(pool, PackedPages) else pool.dtype).itemsize for pool in pools
