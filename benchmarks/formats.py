@@ -5,10 +5,11 @@
     python -m benchmarks.formats --quick                 # one short document, a few formats
     python -m benchmarks.formats --model MODEL.gguf --calibration FILE --formats int4 kvquant4
 
-A document with hidden codes is read in chunks, once a format, each chunk seeing what came before as
-the format stored it. Questions about it are decoded token by token; distributions at their tokens
-are compared with those of the exact cache, and answers are judged. Peers read the same tokens with
-the same dequantized weights, each judged against its own exact cache.
+A document with hidden codes is read twice a format: in chunks that see what came before as the
+format stored it, as kvjax does; and exactly, to be encoded after. Questions about it are decoded
+token by token; distributions at their tokens are compared with those of the exact cache, and
+answers are judged. Peers read the same tokens with the same dequantized weights, each judged
+against its own exact cache.
 """
 
 import argparse
@@ -25,8 +26,8 @@ import jax
 from rich.console import Console
 
 from benchmarks import formats_timing, report
-from benchmarks.formats_claims import HEADINGS, OURS, Point, claims, lines
-from benchmarks.formats_measure import ANSWER, Run, against, run
+from benchmarks.formats_claims import EXACTLY, HEADINGS, OURS, STORED, Point, claims, lines
+from benchmarks.formats_measure import ANSWER, Run, against, encoded_after, run
 from benchmarks.formats_methods import BF16, METHODS, Method, calibrated
 from benchmarks.formats_peers import PEERS, peer_points
 from benchmarks.formats_plot import plot
@@ -63,6 +64,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=[*METHODS, *CALIBRATED],
         metavar="FORMAT",
         help="all, or any of: " + "; ".join(METHODS),
+    )
+    options.add_argument(
+        "--read",
+        nargs="+",
+        default=[STORED, EXACTLY],
+        choices=[STORED, EXACTLY],
+        help="how the document is read; both by default (the first compiles for a minute a format)",
     )
     options.add_argument(
         "--peers", nargs="*", default=None, choices=list(PEERS), help="all by default"
@@ -157,13 +165,17 @@ def _measure(
 
     task = _Task(model, ids, questions, needles, right, context)
     exact = run(model, ids, questions, CacheConfig(), lambda text: say(f"exact: {text}"))
-    for name, method in methods.items():
+    for read in sorted(options.read, reverse=True):
+        for name, method in methods.items():
 
-        def told(text: str, name: str = name) -> None:
-            say(f"{name}: {text}")
+            def told(text: str, at: str = f"{name}, read {read}") -> None:
+                say(f"{at}: {text}")
 
-        got = run(model, ids, questions, method.cache(), told)
-        keep(_point(task, name, exact, got))
+            if read == STORED:
+                got = run(model, ids, questions, method.cache(), told)
+            else:
+                got = encoded_after(model, exact, method, questions, told)
+            keep(_point(task, name, read, exact, got))
     for peer in options.peers:
         request = {
             "gguf": str(_gguf(options.model)),
@@ -197,7 +209,7 @@ class _Task:
         return 2 * sum(layer.elements_per_token for layer in self.model.spec.layers)
 
 
-def _point(task: _Task, name: str, exact: Run, got: Run) -> Point:
+def _point(task: _Task, name: str, read: str, exact: Run, got: Run) -> Point:
     """What one format did."""
     asked = [
         against(task.model, mine, other, [*question[1:], 0])
@@ -206,12 +218,16 @@ def _point(task: _Task, name: str, exact: Run, got: Run) -> Point:
         )
     ]
     weights = [len(question) / sum(map(len, task.questions)) for question in task.questions]
-    half = len(task.ids) // 2
-    text = against(task.model, exact.document[half:-1], got.document[half:-1], task.ids[half + 1 :])
+    text = None
+    if read == STORED:
+        half = len(task.ids) // 2
+        pair = (run.document[half:-1] for run in (exact, got))
+        text = against(task.model, *pair, task.ids[half + 1 :])
     return Point(
         context=task.context,
         engine=OURS,
         name=name,
+        read=read,
         bytes_per_token=got.kept.per_token,
         share=got.kept.per_token / task.bf16_bytes,
         recent=got.kept.recent,
@@ -220,8 +236,8 @@ def _point(task: _Task, name: str, exact: Run, got: Run) -> Point:
         right=task.right(got.answers),
         exact_right=task.right(exact.answers),
         questions=len(task.questions),
-        kl_text=text.kl,
-        perplexity=math.exp(text.nll),
+        kl_text=text.kl if text else None,
+        perplexity=math.exp(text.nll) if text else None,
     )
 
 
@@ -231,6 +247,7 @@ def _peer_point(task: _Task, peer: str, found: dict[str, Any], exact: dict[str, 
         context=task.context,
         engine=PEERS[peer],
         name=found["kind"],
+        read=EXACTLY if peer == "transformers" else STORED,
         bytes_per_token=found["bytes_per_token"],
         share=found["bytes_per_token"] / task.bf16_bytes,
         kl=found["kl"],
@@ -244,19 +261,18 @@ def _peer_point(task: _Task, peer: str, found: dict[str, Any], exact: dict[str, 
 def _times(task: _Task, methods: dict[str, Method], exact: Run, keep: _Keeper, say: Say) -> None:
     """Attention and encoding alone, bf16 beside each format."""
     largest = max(method.page_size for method in methods.values())
-    tokens = formats_timing.tokens_of(exact.cache, task.context // largest * largest)
+    tokens = formats_timing.tokens_of(exact.state.cache, task.context // largest * largest)
     for name, method in methods.items():
         say(f"timing {name}")
         config, size = task.model.config, method.page_size
         plain = formats_timing.measure(tokens, config, None, size)
         mine = formats_timing.measure(tokens, config, method.format, size)
-        index = next(
-            i
-            for i, p in enumerate(keep.points)
-            if (p.engine, p.name, p.context) == (OURS, name, task.context)
-        )
         times = {"attention_us": 1e6 * mine.attention, "bf16_attention_us": 1e6 * plain.attention}
-        keep.time(index, **times, **({"encode_us": 1e6 * mine.encode} if method.format else {}))
+        if method.format:
+            times["encode_us"] = 1e6 * mine.encode
+        for index, p in enumerate(keep.points):
+            if (p.engine, p.name, p.context) == (OURS, name, task.context):
+                keep.time(index, **times)
 
 
 def _gguf(model: str) -> pathlib.Path:
@@ -268,16 +284,15 @@ def _finish(options: argparse.Namespace, points: Sequence[Point], model: Model) 
     console.print(report.plain_table("Measured", HEADINGS, lines(points)))
     body = [
         f"{model.name} (computed in float32), codes hidden in Python's language reference, "
-        f"{options.questions} questions. A document is read in chunks of 512 tokens, which see "
-        f"earlier ones as the format stored them; questions, and answers of {ANSWER} tokens, are "
-        f"decoded. KL and agreement are means over the questions' tokens, against the same "
-        f"engine's exact cache (float32; of llama.cpp f16); KL text and perplexity are of the "
-        f"document's second half. Bytes are those of the arrays, scales and all; the newest "
-        f"tokens, which stay bf16, are counted apart. Behind the answers that are right stand "
-        f"those of the exact cache. llama.cpp runs the file's weights in float32; transformers "
-        f"sees the document exactly while it reads it, and quantizes it after. Times are of XLA on "
-        f"this processor, a layer's page of 16 tokens with all its heads, in a loop over all "
-        f"layers.",
+        f"{options.questions} questions. A document is read as stored: in chunks of 512 tokens "
+        f"that see earlier ones as the format stored them; or exactly, and encoded after. "
+        f"Questions, and answers of {ANSWER} tokens, are decoded. KL and agreement are means over "
+        f"the questions' tokens, against the same engine's exact cache (float32; of llama.cpp "
+        f"f16); KL text and perplexity are of the document's second half. Bytes are those of the "
+        f"arrays, scales and all; the newest tokens, which stay bf16, are counted apart. Behind "
+        f"the answers that are right stand those of the exact cache. llama.cpp runs the file's "
+        f"weights in float32. Times are of XLA on this processor, a layer's page of 16 tokens with "
+        f"all its heads, in a loop over all layers.",
         report.markdown_table(HEADINGS, lines(points)),
     ]
     target = options.docs or (None if options.quick else report.DOCUMENT)

@@ -7,10 +7,12 @@ from benchmarks.formats_methods import BF16
 from benchmarks.report import Row, shown
 
 OURS = "kvjax"
+STORED, EXACTLY = "as stored", "exactly"
 
 HEADINGS = (
-    "tokens", "engine", "cache", "bytes a token", "of bf16", "recent KB", "KL", "top-1 agrees",
-    "right", "KL text", "perplexity", "attention us a page", "of bf16's", "encode us a page",
+    "tokens", "engine", "cache", "read", "bytes a token", "of bf16", "recent KB", "KL",
+    "top-1 agrees", "right", "KL text", "perplexity", "attention us a page", "of bf16's",
+    "encode us a page",
 )  # fmt: skip
 
 
@@ -21,6 +23,7 @@ class Point:
     context: int
     engine: str
     name: str
+    read: str  # the document: STORED, each chunk seeing codes of those before, or EXACTLY
     bytes_per_token: float  # that are allocated for full pages, scales and all
     share: float  # of the bytes that bf16 takes
     recent: float | None = None  # bytes of the newest tokens of a sequence, which are not encoded
@@ -43,6 +46,7 @@ def lines(points: Sequence[Point]) -> list[list[str]]:
             f"{p.context:,}",
             p.engine,
             p.name,
+            p.read,
             f"{p.bytes_per_token:,.0f}",
             f"{p.share:.1%}",
             "-" if p.recent is None else f"{p.recent / 1e3:,.0f}",
@@ -64,14 +68,21 @@ def _ratio(ours: float | None, other: float | None) -> str:
 
 
 def claims(points: Sequence[Point]) -> list[Row]:
-    """Rows with aims, for every context that was measured."""
+    """Rows with aims, for every context and way of reading that was measured.
+
+    A peer's cache is compared with ours in documents that were read the same way; with any of ours
+    if none was.
+    """
     rows: list[Row] = []
     for context in dict.fromkeys(p.context for p in points):
         here = [p for p in points if p.context == context]
         ours = [p for p in here if p.engine == OURS and p.name != BF16]
-        rows += _aims(ours, f"{context:,} tokens")
+        for read in dict.fromkeys(p.read for p in ours):
+            mine = [p for p in ours if p.read == read]
+            rows += _aims(mine, f"{context:,} tokens read {read}")
         for peer in (p for p in here if p.engine != OURS):
-            rows += _against(peer, ours, f"{context:,} tokens")
+            alike = [p for p in ours if p.read == peer.read] or ours
+            rows += _against(peer, alike, f"{context:,} tokens")
     return rows
 
 

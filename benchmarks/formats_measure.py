@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from benchmarks.formats_methods import Method
 from kvjax.cache import PagedKVCache
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, inputs
@@ -18,10 +19,12 @@ from kvjax.decode.program import compiled
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import DecodeState, Prompts, Rules, decode_step, prefill_chunk, start
+from kvjax.formats import PagePacking
 from kvjax.model import Model
 from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.residual import encoded_before
 
-QUESTION, ANSWER = 48, 16
+QUESTION, ANSWER = 48, 12
 """Tokens of a question at most, and of an answer."""
 
 ROWS = 64
@@ -34,7 +37,6 @@ class Kept:
 
     per_token: float  # of pages, scales and all
     recent: float  # a sequence's newest tokens, which stay as they are
-    shared: int  # tables and scales that all pages have together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Run:
     questions: list[Float[Array, "n d"]]  # the same of each question's tokens
     answers: list[list[int]]  # greedy
     kept: Kept
-    cache: PagedKVCache  # after the document
+    state: DecodeState  # after the document
+    shapes: Shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,29 +93,100 @@ def run(
     say(f"reading (compiled in {took:.0f} s)")
     state, hidden = jax.block_until_ready(read(model.params, prompts))
     state.reservation.check(state.cache)
+    asked = _asked(model, shapes, state, questions, say)
+    return Run(hidden[: len(document)], *asked, kept(state.cache), state, shapes)
+
+
+def encoded_after(
+    model: Model,
+    exact: Run,
+    method: Method,
+    questions: Sequence[list[int]],
+    say: Callable[[str], None],
+) -> Run:
+    """Encode a document that was read exactly, and ask: only what is stored differs.
+
+    Pages hold what their codes stand for, so that the program of the exact run serves again.
+
+    Args:
+      model: what runs.
+      exact: through a cache without a format.
+      method: with a format, or bf16.
+      questions: ids of each.
+      say: told what goes on.
+    """
+    cache, spec = exact.state.cache, model.spec
+    chosen, size = method.format, method.page_size
+    newest = size if chosen is None else chosen.recent(size)
+    tokens = exact.document.shape[0]
+    encoded = encoded_before(tokens, newest, size)
+    pools: dict[str, list[Array]] = {"k_pages": [], "v_pages": []}
+    kept_bytes = recent = 0.0
+    for index, shape in enumerate(spec.layers):
+        layer = None if chosen is None else chosen.layer(spec, index)
+        packings = (None, None) if layer is None else (layer.keys, layer.values)
+        dims = shape.head_dim, shape.value_dim
+        for name, packing, dim in zip(pools, packings, dims, strict=True):
+            arguments = getattr(cache, name)[index], cache.block_tables[0]
+            program, _ = compiled(_there_and_back, (packing, size, encoded), *arguments)
+            pool, stored = program(*arguments)
+            pools[name].append(pool)
+            kept_bytes += _nbytes(stored) / (encoded if packing else tokens)
+            recent += 2 * newest * shape.kv_heads * dim if packing else 0
+    state = dataclasses.replace(
+        exact.state,
+        cache=dataclasses.replace(cache, **{name: tuple(made) for name, made in pools.items()}),
+    )
+    asked = _asked(model, exact.shapes, state, questions, say)
+    return Run(exact.document, *asked, Kept(kept_bytes, recent), state, exact.shapes)
+
+
+def _there_and_back(
+    static: tuple[PagePacking | None, int, int], pool: Array, table: Int32[Array, " M"]
+) -> tuple[Array, Any]:
+    """A plain pool with its first tokens encoded and decoded, and what is stored of them."""
+    packing, size, encoded = static
+    if packing is None:
+        rounded = pool.astype(jnp.bfloat16)
+        return rounded.astype(pool.dtype), rounded[table[: encoded // pool.shape[2]]]
+    _, heads, plain_size, dim = pool.shape
+    ids = table[: encoded // plain_size]
+    rows = pool[ids].swapaxes(1, 2).reshape(encoded, heads, dim)
+    pages = rows.reshape(-1, size, heads, dim).swapaxes(1, 2)
+    packed = packing.encode(pages, jnp.arange(pages.shape[0], dtype=jnp.int32) * size)
+    decoded = packed.values().swapaxes(1, 2).reshape(-1, plain_size, heads, dim)
+    return pool.at[ids].set(decoded.swapaxes(1, 2)), packed.stored()
+
+
+def _asked(
+    model: Model,
+    shapes: Shapes,
+    state: DecodeState,
+    questions: Sequence[list[int]],
+    say: Callable[[str], None],
+) -> tuple[list[Float[Array, "n d"]], list[list[int]]]:
+    """Hidden states at each question's tokens, and each greedy answer."""
     asked, answers = [], []
     for index, question in enumerate(questions):
         room = np.full(QUESTION + ANSWER, -1, np.int32)
         room[: len(question)] = question
         count = jnp.int32(len(question) + ANSWER)
         arguments = (model.params, state, _rules(model), jnp.asarray(room), count)
-        ask, took = compiled(_ask, static, *arguments)
+        ask, took = compiled(_ask, (model.graphdef, shapes), *arguments)
         say(f"question {index + 1} of {len(questions)} (compiled in {took:.0f} s)")
         states, tokens = ask(*arguments)
         asked.append(states[: len(question)])
         answers.append(np.asarray(tokens)[len(question) : len(question) + ANSWER].tolist())
-    return Run(hidden[: len(document)], asked, answers, kept(state.cache), state.cache)
+    return asked, answers
 
 
 def kept(cache: PagedKVCache) -> Kept:
     """What a cache's arrays take, by what they grow with."""
     pools = (*cache.k_pages, *cache.v_pages)
     grown = [pool.stored() if isinstance(pool, PackedPages) else pool for pool in pools]
-    pages, everything = _nbytes(grown), _nbytes(pools)
     return Kept(
-        per_token=pages / cache.num_pages / cache.page_size,
+        per_token=_nbytes(grown) / cache.num_pages / cache.page_size,
         recent=_nbytes(cache.recent) / cache.batch,
-        shared=everything - pages,
     )
 
 

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Sequence
 
-from benchmarks.formats_claims import OURS, Point
+from benchmarks.formats_claims import EXACTLY, OURS, Point
 
 LEAST = 1e-6
 """Nats below which marks stand at the picture's edge."""
@@ -27,12 +27,19 @@ def plot(points: Sequence[Point], path: pathlib.Path, title: str) -> None:
 
     longest = max(point.context for point in points)
     figure, axes = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
-    for engine in dict.fromkeys(point.engine for point in points):
-        mine = [p for p in points if p.engine == engine and p.context == longest and p.kl]
+    for engine, read in dict.fromkeys((point.engine, point.read) for point in points):
+        mine = [p for p in points if (p.engine, p.read) == (engine, read)]
+        mine = [p for p in mine if p.context == longest and p.kl]
         marker = "o" if engine == OURS else "s^D"[len(engine) % 3]
         at = [100 * p.share for p in mine], [max(p.kl, LEAST) for p in mine]
-        size = 60 if engine == OURS else 45
-        axes.scatter(*at, marker=marker, s=size, label=engine, zorder=3, alpha=0.85)
+        axes.scatter(
+            *at,
+            marker=marker,
+            s=60 if engine == OURS else 45,
+            label=f"{engine}, document read {read}",
+            zorder=3,
+            alpha=0.4 if engine == OURS and read == EXACTLY else 0.9,
+        )
         for x, y, point in zip(*at, mine, strict=True):
             axes.annotate(point.name, (x, y), (5, 4), textcoords="offset points", fontsize=7)
     axes.set(

@@ -1,12 +1,14 @@
 """The benchmark of formats: its claims, from points that were never measured, and its parts."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import formats, formats_timing
-from benchmarks.formats_claims import HEADINGS, OURS, Point, claims, lines
-from benchmarks.formats_measure import against, run
+from benchmarks.formats_claims import EXACTLY, HEADINGS, OURS, STORED, Point, claims, lines
+from benchmarks.formats_measure import against, encoded_after, run
 from benchmarks.formats_methods import BF16, METHODS
 from benchmarks.formats_plot import plot
 from kvjax.config import CacheConfig
@@ -17,6 +19,7 @@ from tests.kvjax.decode import tiny
 def a_point(name, share, kl, engine=OURS, **fields):
     given = {
         "context": 4096,
+        "read": STORED,
         "bytes_per_token": 23040 * share,
         "agrees": 0.99,
         "right": 4,
@@ -59,6 +62,16 @@ def test_a_peer_is_compared_with_our_best_of_as_many_bytes():
     assert row.met
 
 
+def test_a_peer_is_compared_with_documents_that_were_read_alike():
+    points = [
+        a_point("int4", 0.28, 0.004),
+        a_point("int4", 0.28, 0.002, read=EXACTLY),
+        a_point("4 bits", 0.3, 0.02, "transformers", read=EXACTLY),
+    ]
+    (row,) = (row for row in claims(points) if row.baseline == "transformers 4 bits")
+    assert row.ours == 0.002
+
+
 def test_a_line_has_a_cell_for_every_heading():
     whole = a_point("int4", 0.3, 0.004, attention_us=2.0, bf16_attention_us=1.0, recent=1e5)
     for line in lines([a_point("q4_0", 0.3, 0.1), whole]):
@@ -81,22 +94,20 @@ def test_all_named_formats_are_compared():
 
 
 def test_a_cache_in_fewer_bits_is_judged_by_an_exact_one():
-    model = tiny.model("llama")
+    model, method = tiny.model("llama"), METHODS["int2"]
     document = np.random.default_rng(0).integers(0, tiny.VOCAB, 80).tolist()
     question = document[:9]
-
-    def through(cache):
-        return run(model, document, [question], cache, lambda text: None)
-
-    exact, coarse = map(through, (CacheConfig(), CacheConfig(format=METHODS["int2"].format)))
+    exact = run(model, document, [question], CacheConfig(), lambda text: None)
+    coarse = encoded_after(model, exact, method, [question], lambda text: None)
     none, some = (
         against(model, exact.questions[0], other.questions[0], [*question[1:], 0])
         for other in (exact, coarse)
     )
     assert (none.kl, none.agrees) == (0, 1)
     assert 0 < some.kl < 10
-    assert coarse.kept.per_token < exact.kept.per_token / 4
-    assert coarse.kept.recent == 16 * exact.kept.per_token
+    spec = dataclasses.replace(model.spec, dtype="bfloat16")
+    assert coarse.kept.per_token == method.format.bytes_per_token(spec, 16)
+    assert coarse.kept.recent == 16 * exact.kept.per_token / 2
 
 
 def test_times_are_those_of_all_layers():
