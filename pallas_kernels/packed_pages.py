@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt16
 
+from kvjax.pallas_kernels.code_levels import FLOAT8, code_levels, factor_values
 from kvjax.pallas_kernels.packed_bits import PLANES, unpack
 from kvjax.pallas_kernels.page_rotation import rotated_pages
 
@@ -109,8 +111,9 @@ class PackedPages:
         if self.levels is not None:
             level = _level(self.levels, codes, self.bits)
         else:
-            level = codes.astype(jnp.float32) - self.centre
-        scale, middle = self._scale(), self._middle()
+            level = _numbers(codes, self.centre)
+        # Before they are broadcast: fused into that, each would be converted once an element.
+        scale, middle = lax.optimization_barrier((self._scale(), self._middle()))
         groups = scale.shape[2:]
         level = level.reshape(
             pages, heads, groups[0], size // groups[0], groups[1], dim // groups[1]
@@ -137,14 +140,23 @@ class PackedPages:
         return flat.at[page, head, at].set(kept, mode="drop").reshape(value.shape)
 
     def _scale(self) -> Float32[Array, "N Hkv Pt Dc"]:
-        scale = self.scale.astype(jnp.float32)
+        scale = factor_values(self.scale)
         return scale if self.unit is None else scale * self.unit[..., :1].astype(jnp.float32)
 
     def _middle(self) -> Float32[Array, "N Hkv Pt Dc"] | None:
         if self.middle is None:
             return None
-        middle = self.middle.astype(jnp.float32)
+        middle = factor_values(self.middle)
         return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
+
+
+def _numbers(codes: Array, centre: float) -> Float32[Array, "N Hkv P D"]:
+    """Codes as numbers; 8-bit floats by their bytes, which XLA's own conversion is slower than."""
+    kind = codes.dtype.name
+    if kind in FLOAT8:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    level: Array = code_levels(codes.astype(jnp.int32), kind, centre)
+    return level
 
 
 def at_start(position: Int32[Array, "N heads 1"], size: int) -> Bool[Array, "N heads P 1"]:

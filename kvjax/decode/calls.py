@@ -1,9 +1,11 @@
 """What the entry points have in common."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 
 from kvjax.config import CacheConfig
+from kvjax.decode.identity import fingerprint
 from kvjax.decode.results import FinishReason
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import BROKEN, FULL, STOPPED
@@ -20,9 +22,27 @@ REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", BROKEN: "er
 
 
 def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
-    """What the cache of a call stores: the model's layers in the configured dtype."""
+    """What the cache of a call stores: the model's layers in the configured dtype.
+
+    Raises:
+      KvjaxError: the format was calibrated for another model.
+    """
+    page_format = cache.page_format
+    if page_format is not None and page_format.model not in (None, fingerprint(model)):
+        raise KvjaxError(
+            f"format was calibrated for model {page_format.model[:12]}, and {model.name} is "
+            f"{fingerprint(model)[:12]}: calibrate this model, with `kvjax calibrate formats`"
+        )
     spec = model.spec
     return spec if cache.dtype is None else dataclasses.replace(spec, dtype=cache.dtype)
+
+
+def kept_as(model: Model, cache: CacheConfig) -> str:
+    """What numbers a call keeps pages in: their dtype, and the format where there is one."""
+    dtype, page_format = cache_spec(model, cache).dtype, cache.page_format
+    if page_format is None:
+        return dtype
+    return f"{dtype}, {hashlib.sha256(repr(page_format).encode()).hexdigest()}"
 
 
 def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:

@@ -85,7 +85,7 @@ class FormatCalibration:
             made = [_float8(layer) for layer in self.layers]
         else:
             made = [_kvquant(layer, int(name.removeprefix("kvquant"))) for layer in self.layers]
-        return Format(made[0].keys, made[0].values, layers=tuple(enumerate(made)))
+        return Format(made[0].keys, made[0].values, layers=tuple(enumerate(made)), model=self.model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calibration as JSON, whole or not at all; an older file is replaced.

@@ -75,6 +75,7 @@ class Format:
       skip_layers: layers that are stored as they are; a negative one counts from the last.
       skip_windows: whether layers with a sliding window are too: they read few tokens.
       layers: packings of single layers that take the place of `keys` and `values`, by layer.
+      model: fingerprint of the model that the packings were calibrated for; None serves any.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -86,6 +87,7 @@ class Format:
     skip_layers: tuple[int, ...] = ()
     skip_windows: bool = True
     layers: tuple[tuple[int, LayerFormat], ...] = ()
+    model: str | None = None
 
     def __post_init__(self) -> None:
         check_integer("residual", self.residual, 0)

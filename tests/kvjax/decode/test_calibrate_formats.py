@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.decode import calibrate_formats
+from kvjax.config import CacheConfig
+from kvjax.decode import calibrate_formats, score
 from kvjax.decode.captured import captured
 from kvjax.decode.identity import fingerprint
 from kvjax.errors import KvjaxError
@@ -87,6 +88,18 @@ def test_a_calibration_is_of_all_layers_and_tells_its_progress():
         made.check(model().spec, 16)
         assert [index for index, _ in made.layers] == [0, 1]
     assert found == calibrate_formats(model(), texts, tokens=96)
+
+
+def test_a_calibrated_format_serves_its_own_model_only():
+    found = calibrate_formats(model(), prompt(64), tokens=64).format("kvquant3")
+    told = score(model(), prompt(64), cache=CacheConfig(format=found))
+    exact = score(model(), prompt(64))
+    assert told.logprobs[1:17] == pytest.approx(exact.logprobs[1:17], abs=1e-4)
+    assert told.logprobs[40:] != exact.logprobs[40:]
+    assert abs(told.perplexity / exact.perplexity - 1) < 0.2
+    other = dataclasses.replace(found, model="0" * 64)
+    with pytest.raises(KvjaxError, match="format was calibrated for model 000000000000, and llama"):
+        score(model(), prompt(64), cache=CacheConfig(format=other))
 
 
 def test_one_text_of_ids_is_a_list_of_one():
