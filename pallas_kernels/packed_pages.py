@@ -140,13 +140,13 @@ class PackedPages:
         return flat.at[page, head, at].set(kept, mode="drop").reshape(value.shape)
 
     def _scale(self) -> Float32[Array, "N Hkv Pt Dc"]:
-        scale = factor_values(self.scale)
+        scale: Array = factor_values(self.scale)
         return scale if self.unit is None else scale * self.unit[..., :1].astype(jnp.float32)
 
     def _middle(self) -> Float32[Array, "N Hkv Pt Dc"] | None:
         if self.middle is None:
             return None
-        middle = factor_values(self.middle)
+        middle: Array = factor_values(self.middle)
         return middle if self.unit is None else middle * self.unit[..., 1:].astype(jnp.float32)
 
 
