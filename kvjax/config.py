@@ -94,11 +94,14 @@ class CacheConfig:
                 "place=kvjax.Place(), or leave out window"
             )
         place = self.place
-        if self.format is not None and place is not None and place.store is not None:
-            raise KvjaxError(
-                f"format is given and place.store is {place.store!r}: stored pages are kept as the "
-                f"model made them, or without loss, by place.codec; leave out one of them"
-            )
+        if self.format is not None and place is not None:
+            for name in ("keep_generated", "order"):
+                if getattr(place, name) != getattr(Place, name):
+                    raise KvjaxError(
+                        f"format is given and place.{name} is {getattr(place, name)!r}: pages of a "
+                        f"format are stored in the order of their positions, those of the prompt "
+                        f"only; leave out one of them"
+                    )
         if place is not None and place.hot_exact and self.format is None:
             raise KvjaxError(
                 "place.hot_exact is True and format is None: without a format every page is exact; "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.pallas_kernels.code_levels import FLOAT8
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
 from kvjax.pallas_kernels.support import target_platform
 
@@ -80,8 +81,11 @@ def gather_heads(
     pool, rows = lax.optimization_barrier((pool, rows))
 
     def taken(array: Array) -> Array:
-        """[N, Hkv, ...] to [lists, pages, ...]."""
-        flat = array.reshape(count * heads, -1).at[rows].get(mode="clip")
+        """[N, Hkv, ...] to [lists, pages, ...]; of 8-bit floats the bytes, which XLA copies."""
+        flat = array.reshape(count * heads, -1)
+        if array.dtype.name in FLOAT8:
+            flat = lax.bitcast_convert_type(flat, jnp.uint8)
+        flat = lax.bitcast_convert_type(flat.at[rows].get(mode="clip"), array.dtype)
         return flat.reshape(*rows.shape, *array.shape[2:])
 
     if not isinstance(pool, PackedPages):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import tensorstore as ts
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32", "uint8")
 CHECKSUM_BYTES = 4  # crc32c, after each unit and after each shard's index
 TAG_BYTES = 16  # behind each unit, under its checksum: which unit it is
 INDEX_ENTRY_BYTES = 16  # offset and length of one unit in its shard

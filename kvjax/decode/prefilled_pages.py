@@ -36,8 +36,14 @@ def prefilled_pages(
       progress: called with "prefill" and how much of it is done.
 
     Raises:
-      KvjaxError: a key or a value is not finite, or the prompt does not fit the model's context.
+      KvjaxError: a key or a value is not finite, the prompt does not fit the model's context, or
+        the cache has a format.
     """
+    if cache.format is not None:
+        raise KvjaxError(
+            "cache.format is given: a stored prefix is kept as the model made it, or without loss, "
+            "by PrefixConfig.codec; leave out format"
+        )
     spec = cache_spec(model, cache)
     shapes = plan(
         model.config, spec, [len(ids)], new_tokens=0, prefill_chunk=prefill_chunk, cache=cache

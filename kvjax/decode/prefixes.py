@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
-from kvjax.decode.calls import Progress, cache_spec
+from kvjax.decode.calls import Progress, cache_spec, kept_as
 from kvjax.decode.identity import fingerprint, identity
 from kvjax.decode.memory import Memory, Reading
 from kvjax.decode.meter import Meter
@@ -156,9 +156,9 @@ class PrefixCache:
         Args:
           model: what prefilled it.
           ids: the prompt.
-          cache: page size and dtype.
+          cache: page size, dtype and format.
         """
-        name = identity(model, cache_spec(model, cache).dtype, self._tenant)
+        name = identity(model, kept_as(model, cache), self._tenant)
         layers = model.config.layers
         layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
         return self.store.find(name, ids, layout=layout)
@@ -190,6 +190,7 @@ class PrefixCache:
         label: str = "",
         arrays: Mapping[str, np.ndarray] | None = None,
         after: Match | None = None,
+        numbers: str | None = None,
     ) -> SegmentInfo:
         """Store pages that are prefilled already.
 
@@ -201,6 +202,7 @@ class PrefixCache:
           arrays: small arrays that are kept too, by name.
           after: an open stored prefix whose first pages are the prompt's: they are not written
             again, and `pages` are those that follow.
+          numbers: what pages are kept in, as `kept_as` says; None is their dtype.
 
         Raises:
           StoreError: the store cannot be written; nothing was published.
@@ -211,7 +213,7 @@ class PrefixCache:
             sketches = joined_sketches(after.segment, after.pages, sketches)
         seconds = np.asarray(pages.seconds, np.float32)
         kept = {PREFILL_S: seconds, **sketches, **(arrays or {})}
-        name = identity(model, str(pages.keys.dtype), self._tenant)
+        name = identity(model, numbers or str(pages.keys.dtype), self._tenant)
         layout = self.config.layout(size, layers, heads)
         with self._lock:
             while True:

@@ -23,7 +23,7 @@ def layer_format(shapes: TieredShapes, layer: int) -> LayerFormat | None:
 def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
     """Shape and dtype of one KV head's page of keys, and of values, as it leaves the program.
 
-    Bytes where there is a format: as many as the larger of all that are packed.
+    Bytes where there is a format: as many as the larger of all that are packed, in P rows.
     """
     spec = shapes.spec
     if shapes.format is None:
@@ -34,7 +34,7 @@ def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
         for packing, dim in _parts(chosen, layer):
             plain = shapes.page_size * dim * spec.bytes_per_element
             widths.append(plain if packing is None else _packed_bytes(packing, shapes, dim))
-    return (1, max(widths)), "uint8"
+    return (shapes.page_size, -(-max(widths) // shapes.page_size)), "uint8"
 
 
 def as_bytes(
@@ -43,7 +43,7 @@ def as_bytes(
     keys: Float[Array, "n Hkv P D"],
     values: Float[Array, "n Hkv P Dv"],
     positions: Int32[Array, " n"],
-) -> tuple[UInt8[Array, "n Hkv 1 W"], UInt8[Array, "n Hkv 1 W"]]:
+) -> tuple[UInt8[Array, "n Hkv P W"], UInt8[Array, "n Hkv P W"]]:
     """Whole pages as the bytes that are kept of them.
 
     Args:
@@ -53,23 +53,24 @@ def as_bytes(
       values: [n, Hkv, P, Dv].
       positions: int32 [n], of each page's first token.
     """
-    (_, width), _ = page_shape(shapes)
-    both = []
+    page, _ = page_shape(shapes)
+    width, both = math.prod(page), []
     parts = _parts(layer_format(shapes, layer), shapes.spec.layers[layer])
     for (packing, _), pages in zip(parts, (keys, values), strict=True):
         kept = [pages]
         if packing is not None:
             kept = jax.tree.leaves(_stored(packing, packing.encode(pages, positions)))
         flat = jnp.concatenate([_bytes(x) for x in kept], axis=-1)
-        both.append(jnp.pad(flat, ((0, 0), (0, 0), (0, width - flat.shape[-1])))[:, :, None])
+        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, width - flat.shape[-1])))
+        both.append(flat.reshape(*flat.shape[:2], *page))
     return both[0], both[1]
 
 
 def from_bytes(
     shapes: TieredShapes,
     layer: int,
-    keys: UInt8[Array, "n Hkv 1 W"],
-    values: UInt8[Array, "n Hkv 1 W"],
+    keys: UInt8[Array, "n Hkv P W"],
+    values: UInt8[Array, "n Hkv P W"],
 ) -> tuple[Float[Array, "n Hkv P D"], Float[Array, "n Hkv P Dv"]]:
     """What bytes stand for, in the cache's dtype.
 
@@ -84,7 +85,7 @@ def from_bytes(
     of = shapes.spec.layers[layer]
     parts = _parts(layer_format(shapes, layer), of)
     for (packing, dim), given in zip(parts, (keys, values), strict=True):
-        rest = given[:, :, 0]
+        rest = given.reshape(*given.shape[:2], -1)
         count, heads = rest.shape[:2]
         if packing is None:
             shape = jax.ShapeDtypeStruct((count, heads, shapes.page_size, dim), dtype)

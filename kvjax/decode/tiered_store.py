@@ -5,9 +5,10 @@ import contextlib
 import numpy as np
 
 from kvjax.config import CacheConfig
+from kvjax.decode.calls import kept_as
 from kvjax.decode.kept_answers import KeptAnswers
 from kvjax.decode.prefilled_pages import PrefilledPages
-from kvjax.decode.prefix_config import PrefixConfig
+from kvjax.decode.prefix_config import By, PrefixConfig
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
 from kvjax.errors import KvjaxError
@@ -42,7 +43,9 @@ class PromptStore:
         assert place is not None and place.store is not None  # noqa: PT018  the caller looked
         self._cache, self._timeout_s, self._order = cache, place.timeout_s, place.order
         self._host_bytes = most if place.host_bytes is None else place.host_bytes
-        config = PrefixConfig(who="head", timeout_s=place.timeout_s, codec=place.codec)
+        # Nothing chooses among pages of a format but the call that keeps them.
+        by: By = "low-bit" if cache.format is None else "all"
+        config = PrefixConfig(by=by, who="head", timeout_s=place.timeout_s, codec=place.codec)
         self._prefixes = PrefixCache(place.store, config=config)
         self._tiers: Tiers | None = None
         self._readers: list[Prefetcher] = []
@@ -137,7 +140,8 @@ class PromptStore:
         arrays = {}
         if self._order == "cluster":
             arrays[PAGE_PLACES] = near_together(pages.keys, Layout(self._cache.page_size))
-        info = self._prefixes.put(model, ids, pages, arrays=arrays)
+        numbers = kept_as(model, self._cache)
+        info = self._prefixes.put(model, ids, pages, arrays=arrays, numbers=numbers)
         return self._prefixes.store.open_segment(info.key)
 
     def failed(self, row: int, error: ReadFailedError) -> str:

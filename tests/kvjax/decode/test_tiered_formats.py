@@ -97,6 +97,21 @@ def test_fewer_bytes_are_fetched_and_kept():
     assert packed.host_bytes == plain.host_bytes * share
 
 
+def test_a_store_keeps_the_same_bytes(tmp_path):
+    near = run(over_tiers("int4", 0))[1]
+    cache = over_tiers("int4", 0, store=str(tmp_path), codec="zstd")
+    for _ in range(2):  # written, then found
+        _, got, stats = run(cache)
+        for x, y in zip(got, near, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+        assert stats.store.units_read > 0
+    files = len(list(tmp_path.rglob("*")))
+    run(cache)
+    assert len(list(tmp_path.rglob("*"))) == files
+    run(over_tiers("int8", 0, store=str(tmp_path)))
+    assert len(list(tmp_path.rglob("*"))) > files  # pages of one format serve no other
+
+
 def test_hot_pages_stay_exact_until_they_leave():
     exact = run(over_tiers(None, 9, "100%"))[1]
     hot = run(over_tiers("int4", 9, "100%", hot_exact=True))[1]
@@ -107,8 +122,8 @@ def test_hot_pages_stay_exact_until_they_leave():
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(KvjaxError, match=r"place\.store"):
-        over_tiers("int4", 1, store=str(tmp_path))
+    with pytest.raises(KvjaxError, match=r"place\.order is 'cluster'"):
+        over_tiers("int4", 1, store=str(tmp_path), order="cluster")
     with pytest.raises(KvjaxError, match="hot_exact is True and format is None"):
         over_tiers(None, 1, hot_exact=True)
     with pytest.raises(KvjaxError, match="page_size is 8: groups of 32 tokens"):
