@@ -118,27 +118,29 @@ def main() -> int:
         methods = METHODS | (calibrated(options.calibration) if options.calibration else {})
         methods = {name: methods[name] for name in options.formats}
         for context in options.contexts:
-            _measure(model, context, methods, options, _Keeper(points, options.points), say)
+            _measure(model, context, methods, options, Keeper(points, options.points), say)
     _finish(options, points, model)
     return 0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Keeper:
+class Keeper:
     """Keeps points, and writes them as they come."""
 
     points: list[Point]
     path: pathlib.Path | None
 
     def __call__(self, *points: Point) -> None:
-        self.points += points
-        self.write()
+        """Keep some more."""
+        self.points.extend(points)
+        self._write()
 
     def time(self, index: int, **times: float) -> None:
+        """Fill in a point's times."""
         self.points[index] = dataclasses.replace(self.points[index], **times)
-        self.write()
+        self._write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         if self.path:
             with publish(self.path) as unfinished:
                 text = json.dumps([dataclasses.asdict(p) for p in self.points], indent=1)
@@ -150,7 +152,7 @@ def _measure(
     context: int,
     methods: dict[str, Method],
     options: argparse.Namespace,
-    keep: _Keeper,
+    keep: Keeper,
     say: Say,
 ) -> None:
     """Every format and peer on one document; times come last, so that they come together."""
@@ -258,7 +260,7 @@ def _peer_point(task: _Task, peer: str, found: dict[str, Any], exact: dict[str, 
     )
 
 
-def _times(task: _Task, methods: dict[str, Method], exact: Run, keep: _Keeper, say: Say) -> None:
+def _times(task: _Task, methods: dict[str, Method], exact: Run, keep: Keeper, say: Say) -> None:
     """Attention and encoding alone, bf16 beside each format."""
     largest = max(method.page_size for method in methods.values())
     tokens = formats_timing.tokens_of(exact.state.cache, task.context // largest * largest)

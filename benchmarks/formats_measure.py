@@ -24,7 +24,7 @@ from kvjax.model import Model
 from kvjax.pallas_kernels.packed_pages import PackedPages
 from kvjax.pallas_kernels.residual import encoded_before
 
-QUESTION, ANSWER = 48, 12
+QUESTION, ANSWER = 48, 16
 """Tokens of a question at most, and of an answer."""
 
 ROWS = 64

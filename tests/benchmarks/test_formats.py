@@ -1,6 +1,7 @@
 """The benchmark of formats: its claims, from points that were never measured, and its parts."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +119,11 @@ def test_times_are_those_of_all_layers():
     times = formats_timing.measure(tokens, config, method.format, method.page_size, repeats=1)
     assert times.attention > 0
     assert times.encode > 0
+
+
+def test_points_are_written_as_they_come(tmp_path):
+    keep = formats.Keeper([], tmp_path / "points")
+    keep(a_point("int4", 0.3, 0.004), a_point("int3", 0.3, 0.004))
+    keep.time(1, attention_us=2.0)
+    found = json.loads((tmp_path / "points").read_text())
+    assert [p["attention_us"] for p in found] == [None, 2.0]
