@@ -50,7 +50,7 @@ def check_float8(
     """
     check_float("q", q, "[B, Hq, D]")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_pages(name, pages)
+        check_float8_pages(name, pages)
     check_int32("block_tables", block_tables, "[B, M]")
     check_int32("lengths", lengths, "[B]")
     for name, array in (
@@ -82,8 +82,16 @@ def check_float8(
     return float(q.shape[2] ** -0.5) if scale is None else check_positive("scale", scale)
 
 
-def _check_pages(name: str, pages: Any) -> None:
-    """Check that a pool holds float8 codes whose scales a product can leave for later."""
+def check_float8_pages(name: str, pages: Any) -> None:
+    """Check that a pool holds float8 codes whose scales a product can leave for later.
+
+    Args:
+        name: of the pool, for the message.
+        pages: the pool, concrete or abstract.
+
+    Raises:
+        ValueError: it does not.
+    """
     if not isinstance(pages, PackedPages):
         raise ValueError(
             f"{name} is a {type(pages).__name__}; it must be PackedPages of {CODES} codes, as "

@@ -13,7 +13,13 @@ from kvjax.cache import (
 )
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
 from kvjax.models import Attend, ModelConfig
-from kvjax.pallas_kernels import merge_attention, paged_attention, ragged_paged_attention
+from kvjax.pallas_kernels import (
+    PackedPages,
+    float8_paged_attention,
+    merge_attention,
+    paged_attention,
+    ragged_paged_attention,
+)
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
 
@@ -44,21 +50,9 @@ def decode_attend(
     def attend(
         layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
     ) -> tuple[Array, PagedKVCache]:
-        shape = config.layers[layer]
         k, v = _as_kept(state, k, v)
         packed = state.recent[layer] is not None
-        old = paged_attention(
-            q,
-            state.k_pages[layer],
-            state.v_pages[layer],
-            state.block_tables,
-            jnp.where(active, encoded_lengths(state), 0) if packed else lengths,
-            scale=config.scale(layer),
-            window=shape.window,
-            soft_cap=config.attn_soft_cap,
-            query_positions=lengths,
-            implementation=implementation,
-        )
+        old = _attend_pages(config, layer, q, state, lengths, active, implementation)
         own = attend_token(config, layer, q, k, v)
         if packed:
             newest = attend_ring(config, state, layer, q, active)
@@ -72,6 +66,45 @@ def decode_attend(
         return out, write(state, layer, k, v, (page, offset))
 
     return attend
+
+
+def _attend_pages(
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    cache: PagedKVCache,
+    lengths: Int32[Array, " B"],
+    active: Bool[Array, " B"],
+    implementation: Implementation | None,
+) -> AttentionOutput:
+    """Attend to what stands in pages: all tokens, or those that are encoded."""
+    keys, values = cache.k_pages[layer], cache.v_pages[layer]
+    if not isinstance(keys, PackedPages) or not isinstance(values, PackedPages):
+        encoded = lengths
+    else:
+        encoded = jnp.where(active, encoded_lengths(cache), 0)
+        if cache.format is not None and cache.format.products == "float8":
+            return float8_paged_attention(
+                q,
+                keys,
+                values,
+                cache.block_tables,
+                encoded,
+                scale=config.scale(layer),
+                implementation=implementation,
+            )
+    return paged_attention(
+        q,
+        keys,
+        values,
+        cache.block_tables,
+        encoded,
+        scale=config.scale(layer),
+        window=config.layers[layer].window,
+        soft_cap=config.attn_soft_cap,
+        query_positions=lengths,
+        implementation=implementation,
+    )
 
 
 def _as_kept(

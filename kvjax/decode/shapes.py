@@ -119,6 +119,11 @@ def plan(
     page_format = cache.page_format
     if page_format is not None:
         page_format.check(spec, size)
+        if page_format.products == "float8" and config.attn_soft_cap is not None:
+            raise KvjaxError(
+                "the format's products are 'float8' and the model caps its scores, which attention "
+                "in float8 does not: take products='float32'"
+            )
     chunk = chunk_size(sum(lengths), int(prefill_chunk))
     return Shapes(
         spec=spec,

@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from kvjax.errors import KvjaxError, check_integer
+from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
 from kvjax.formats.packing import Packing
 from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.validate_float8 import check_float8_pages
 from kvjax.spec import KVSpec, LayerSpec
 
 
@@ -75,6 +76,9 @@ class Format:
       skip_layers: layers that are stored as they are; a negative one counts from the last.
       skip_windows: whether layers with a sliding window are too: they read few tokens.
       layers: packings of single layers that take the place of `keys` and `values`, by layer.
+      products: "float32" turns codes back into numbers and multiplies these; "float8" has decode
+        multiply the codes themselves, and rounds queries and softmax weights to float8 for that
+        (`float8_paged_attention`); only of float8_e4m3fn codes whose scale a page's head shares.
       model: fingerprint of the model that the packings were calibrated for; None serves any.
 
     Raises:
@@ -87,9 +91,12 @@ class Format:
     skip_layers: tuple[int, ...] = ()
     skip_windows: bool = True
     layers: tuple[tuple[int, LayerFormat], ...] = ()
+    products: Literal["float32", "float8"] = "float32"
     model: str | None = None
 
     def __post_init__(self) -> None:
+        if self.products not in ("float32", "float8"):
+            raise KvjaxError(f"products is {self.products!r}: must be 'float32' or 'float8'")
         check_integer("residual", self.residual, 0)
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         for name in ("keys", "values"):
@@ -139,6 +146,20 @@ class Format:
             if chosen is not None:
                 chosen.keys.check("keys", page_size, shape.head_dim)
                 chosen.values.check("values", page_size, shape.value_dim)
+                if self.products == "float8":
+                    self._check_products(chosen, shape, page_size)
+
+    def _check_products(self, chosen: LayerFormat, shape: LayerSpec, page_size: int) -> None:
+        if shape.window is not None:
+            raise KvjaxError(
+                "products is 'float8' and a layer has a sliding window, which attention in float8 "
+                "has not: leave skip_windows True, or products at 'float32'"
+            )
+        parts = (("keys", chosen.keys, shape.head_dim), ("values", chosen.values, shape.value_dim))
+        for what, packing, dim in parts:
+            pages = abstract_pages(packing, 2, shape.kv_heads, page_size, dim)
+            with as_kvjax_error():
+                check_float8_pages(what, pages)
 
     def bytes_per_page(self, spec: KVSpec, page_size: int) -> int:
         """Bytes of one page in every layer's pools, scales and all: what the arrays really take.
@@ -206,13 +227,20 @@ def empty_pages(
     return one.with_stored(arrays)
 
 
-def float8(kind: str = "float8_e4m3fn", *, per: str = "page", scale: float | None = None) -> Format:
+def float8(
+    kind: str = "float8_e4m3fn",
+    *,
+    per: str = "page",
+    scale: float | None = None,
+    products: Literal["float32", "float8"] = "float32",
+) -> Format:
     """8-bit floats, with a scale for each page's head, or each token's; or one given scale.
 
     Args:
       kind: "float8_e4m3fn" or "float8_e5m2".
       per: "page" or "token": what shares a scale.
       scale: one for everything, instead (vLLM's default is 1).
+      products: as of `Format`.
     """
     if per not in ("page", "token"):
         raise KvjaxError(f"per is {per!r}: must be 'page' or 'token'")
@@ -223,7 +251,7 @@ def float8(kind: str = "float8_e4m3fn", *, per: str = "page", scale: float | Non
         symmetric=True,
         scale=scale,
     )
-    return Format(packing, packing)
+    return Format(packing, packing, products=products)
 
 
 def int8() -> Format:
@@ -264,6 +292,7 @@ def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
 NAMED = {
     "fp8": float8(),
     "fp8-e5m2": float8("float8_e5m2"),
+    "fp8-products": float8(products="float8"),
     "int8": int8(),
     "int4": int4(),
     "int4-int2": int4(value_bits=2),

@@ -96,6 +96,23 @@ def test_tokens_do_not_depend_on_chunks_or_on_the_batch():
     assert together.stats.bytes_per_token < of.spec.bytes_per_token / 5
 
 
+def test_products_of_float8_are_near_those_of_float32():
+    """Prefill reads the codes in float32 either way: the first token is the same."""
+    of, ids = model("llama"), prompt(70, 1)
+    rows = {}
+    for name in ("fp8", "fp8-products"):
+        cache = CacheConfig(format=name)
+        rows[name] = generate(of, ids, max_new_tokens=24, cache=cache, stop_at_eos=False).tokens[0]
+    same = sum(x == y for x, y in zip(*rows.values(), strict=True))
+    assert rows["fp8"][0] == rows["fp8-products"][0]
+    assert 12 <= same <= 24
+    by_token = CacheConfig(format=float8(per="token", products="float8"))
+    with pytest.raises(KvjaxError, match="a page's head must have one scale"):
+        generate(of, ids, cache=by_token)
+    with pytest.raises(KvjaxError, match="the model caps its scores"):
+        generate(model("soft_caps"), ids, cache=CacheConfig(format="fp8-products"))
+
+
 def test_a_format_is_found_by_its_name_and_refused_by_it():
     assert CacheConfig(format="int8").format == int8()
     with pytest.raises(KvjaxError, match=r"format is 'int5': must be one of fp8, "):
