@@ -1,6 +1,7 @@
 """The rotary embedding of whole pages, each from its own position on."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 
@@ -28,9 +29,9 @@ def rotated_pages(
     place = jnp.arange(pages.shape[2], dtype=jnp.int32).astype(jnp.float32)
     first = position.astype(jnp.float32)[..., None] * turn  # [N, heads, 1, half]
     later = place[None, None, :, None] * turn  # [1, 1, P, half]
-    cos_first, sin_first, cos_later, sin_later = (
-        function(angle) for angle in (first, later) for function in (jnp.cos, jnp.sin)
-    )
+    tables = [function(angle) for angle in (first, later) for function in (jnp.cos, jnp.sin)]
+    # Fused into what uses them, cosines are computed once an element: five times slower on a CPU.
+    pages, (cos_first, sin_first, cos_later, sin_later) = lax.optimization_barrier((pages, tables))
     factor = 1 / sharpen if back else sharpen
     cosine = (cos_first * cos_later - sin_first * sin_later) * factor
     sine = (sin_first * cos_later + cos_first * sin_later) * (-factor if back else factor)
