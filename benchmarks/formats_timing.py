@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import PagedKVCache, gather
+from kvjax.cache.pages import set_page
 from kvjax.formats import Format, LayerFormat, empty_pages
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels import paged_attention
@@ -108,7 +109,7 @@ def _encode(
             for packing, x in ((layer.keys, keys), (layer.values, values))
         ]
         return tuple(
-            pool.map_stored(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, 0), new)
+            pool.map_stored(lambda x, y: set_page(x, y, first), new)
             for pool, new in zip(pools, packed, strict=True)
         )
 
