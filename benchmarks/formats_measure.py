@@ -118,8 +118,7 @@ def encoded_after(
     cache, spec = exact.state.cache, model.spec
     chosen, size = method.format, method.page_size
     newest = size if chosen is None else chosen.recent(size)
-    tokens = exact.document.shape[0]
-    encoded = encoded_before(tokens, newest, size)
+    encoded = encoded_before(exact.document.shape[0], newest, size)
     pools: dict[str, list[Array]] = {"k_pages": [], "v_pages": []}
     kept_bytes = recent = 0.0
     for index, shape in enumerate(spec.layers):
@@ -131,7 +130,7 @@ def encoded_after(
             program, _ = compiled(_there_and_back, (packing, size, encoded), *arguments)
             pool, stored = program(*arguments)
             pools[name].append(pool)
-            kept_bytes += _nbytes(stored) / (encoded if packing else tokens)
+            kept_bytes += _nbytes(stored) / encoded
             recent += 2 * newest * shape.kv_heads * dim if packing else 0
     state = dataclasses.replace(
         exact.state,
