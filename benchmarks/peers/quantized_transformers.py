@@ -65,8 +65,9 @@ class Transformers:
         return np.asarray(answer.logits[0].float())
 
     def ask(self, question: list[int], count: int) -> tuple[np.ndarray, list[int]]:
-        """Put a question after a copy of the document's cache."""
-        cache = copy.deepcopy(self.cache)
+        """Put a question after the document's cache, whose layers replace what they update."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         asked = logits = self.forward(cache, question, len(question))
         answer: list[int] = []
         for _ in range(count):
