@@ -94,6 +94,16 @@ class CacheConfig:
                 "place=kvjax.Place(), or leave out window"
             )
         place = self.place
+        if self.format is not None and self.select is not None and place is None:
+            raise KvjaxError(
+                "format and select are given and place is None: pages that steps select from are "
+                "packed where they are not near; give place=kvjax.Place(), or leave out format"
+            )
+        if self.format is not None and place is not None and place.codec == "splitzip":
+            raise KvjaxError(
+                "place.codec is 'splitzip' and format is given: it encodes bfloat16 numbers, and "
+                "pages of a format are bytes; take 'zstd', 'blosc' or 'none'"
+            )
         if self.format is not None and place is not None:
             for name in ("keep_generated", "order"):
                 if getattr(place, name) != getattr(Place, name):

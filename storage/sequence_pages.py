@@ -28,7 +28,7 @@ class SequencePages:
 
     Callbacks must not raise: what fails is kept in `failures`, and from then on the reads of that
     sequence are NaN, which ends it in a decode loop; where pages are bytes (uint8), they are 255,
-    which scales read as NaN. The others go on.
+    of which most scales and codes of values are NaN. The others go on.
 
     Args:
       rows: B, sequences.

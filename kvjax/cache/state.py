@@ -182,7 +182,8 @@ def init(
             pools: list[Any] = [jnp.zeros((num_pages, heads, page_size, d), dtype) for d in dims]
             newest = None
         else:
-            rows = (batch, format.recent(page_size), heads)
+            # No more than a sequence can have: then nothing of it is ever encoded.
+            rows = (batch, min(format.recent(page_size), max_pages * page_size), heads)
             newest = Recent(*(jnp.zeros((*rows, dim), dtype) for dim in dims))
             packings = zip((packed.keys, packed.values), dims, strict=True)
             pools = [empty_pages(p, num_pages, heads, page_size, d) for p, d in packings]

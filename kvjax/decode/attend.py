@@ -29,6 +29,8 @@ def decode_attend(
     cache: PagedKVCache,
     active: Bool[Array, " B"],
     implementation: Implementation | None,
+    *,
+    stores: Bool[Array, " B"] | None = None,
 ) -> Attend[PagedKVCache]:
     """Attend with one new token a sequence, whose page is reserved.
 
@@ -41,7 +43,10 @@ def decode_attend(
       cache: the cache before the step, with pages reserved.
       active: bool [B]; rows that are not active read and write nothing, and their output is unused.
       implementation: of `paged_attention`, or None.
+      stores: bool [B], rows whose token's page is reserved, those that `encode_due` was told of:
+        elsewhere nothing newer takes the place of what is kept. None is all that are active.
     """
+    stores = active if stores is None else stores
     batch = cache.batch
     lengths = jnp.where(active, cache.lengths, 0)
     rows = jnp.where(active, jnp.arange(batch, dtype=jnp.int32), batch)
@@ -56,7 +61,7 @@ def decode_attend(
         own = attend_token(config, layer, q, k, v)
         if packed:
             newest = attend_ring(config, state, layer, q, active)
-            return merged(old, newest, own).out, put_token(state, layer, k, v, active)
+            return merged(old, newest, own).out, put_token(state, layer, k, v, stores)
         out = merged(old, own).out
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
@@ -160,6 +165,8 @@ def chunk_attend(
     indices: Int32[Array, " T"],
     cu_lengths: Int32[Array, " B1"],
     implementation: Implementation | None,
+    *,
+    stores: Bool[Array, ""] | bool = True,
 ) -> Attend[PagedKVCache]:
     """Attend with a ragged chunk of new tokens, whose pages are reserved: write, then attend.
 
@@ -170,6 +177,7 @@ def chunk_attend(
       indices: int32 [T], where among its sequence's stored tokens each goes.
       cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
       implementation: of `ragged_paged_attention`, or None.
+      stores: whether the chunk's pages are reserved; otherwise nothing is stored.
     """
     slots = token_slots(cache, sequences, indices)
     room = None if cache.format is None else cache.format.recent(cache.page_size)
@@ -182,7 +190,7 @@ def chunk_attend(
         before = state
         if packed:
             k, v = _as_kept(state, k, v)
-            state = put_chunk(state, layer, k, v, cu_lengths)
+            state = put_chunk(state, layer, k, v, cu_lengths, stores)
         else:
             state = write(state, layer, k, v, slots)
         result = ragged_paged_attention(

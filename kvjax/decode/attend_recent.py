@@ -135,7 +135,7 @@ def _attend(
     values: Float[Array, "S Hkv Dv"],
     seen: Bool[Array, "T S"],
 ) -> AttentionOutput:
-    """Attention over rows, in float32; a row that no query sees may hold anything."""
+    """Attention over rows, in float32; what a query does not see does not reach it."""
     tokens, heads, dim = q.shape
     f32, highest = jnp.float32, jax.lax.Precision.HIGHEST
     used = seen.any(axis=0)[:, None, None]
@@ -146,8 +146,13 @@ def _attend(
         scores = config.attn_soft_cap * jnp.tanh(scores / config.attn_soft_cap)
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
+    # Queries of other sequences have weight 0 for a row, and 0 * NaN is NaN.
+    bad = ~jnp.isfinite(v).all(axis=-1)
+    spoiled = jnp.einsum("ts,sh->th", seen.astype(f32), bad.astype(f32)) > 0
+    v = jnp.where(bad[..., None], 0.0, v)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     out = jnp.einsum("hgts,shd->thgd", weights, v, precision=highest)
+    out = jnp.where(spoiled[:, :, None, None], jnp.nan, out)
     return AttentionOutput(
         out.reshape(tokens, heads, -1), jnp.moveaxis(lse, 2, 0).reshape(tokens, heads)
     )

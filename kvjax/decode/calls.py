@@ -28,9 +28,10 @@ def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
       KvjaxError: the format was calibrated for another model.
     """
     page_format = cache.page_format
-    if page_format is not None and page_format.model not in (None, fingerprint(model)):
+    made_for = None if page_format is None else page_format.model
+    if made_for is not None and made_for != fingerprint(model):
         raise KvjaxError(
-            f"format was calibrated for model {page_format.model[:12]}, and {model.name} is "
+            f"format was calibrated for model {made_for[:12]}, and {model.name} is "
             f"{fingerprint(model)[:12]}: calibrate this model, with `kvjax calibrate formats`"
         )
     spec = model.spec

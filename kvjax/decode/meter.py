@@ -1,5 +1,6 @@
 """What a call took, measured from its beginning: seconds, compilations, pages, bytes."""
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -11,6 +12,7 @@ from kvjax.decode.inputs import empty_cache
 from kvjax.decode.program import Compiled, compilations, compiled
 from kvjax.decode.results import PrefixStats, Stats, TierStats
 from kvjax.decode.shapes import Shapes
+from kvjax.decode.tiered_packed import page_shape
 from kvjax.decode.tiered_state import TieredShapes
 
 
@@ -62,6 +64,9 @@ class Meter:
         if isinstance(shapes, TieredShapes):
             assert tiers is not None
             cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
+            if shapes.format is not None:
+                pages = 2 * sum(layer.kv_heads for layer in shapes.spec.layers)
+                token_bytes = pages * math.prod(page_shape(shapes)[0]) / shapes.page_size
         else:
             cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
             if shapes.format is not None:

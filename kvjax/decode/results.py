@@ -106,7 +106,7 @@ class Stats:
     pages_total: int
     page_size: int
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
-    bytes_per_token: float  # that a token of a full page takes over all layers, scales and all
+    bytes_per_token: float  # of a full page, over all layers, scales and all; over tiers, as kept
     prefix: PrefixStats | None = None  # where a stored prefix was used
     prefix_unused: str | None = None  # why none was, if stored prefixes were given
     tiers: TierStats | None = None  # where steps read selected pages

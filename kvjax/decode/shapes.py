@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.errors import KvjaxError, PoolExhaustedError, is_integer
-from kvjax.formats import Format
+from kvjax.formats import Format, abstract_pages
 from kvjax.models import ModelConfig
+from kvjax.pallas_kernels import PackedPages
 from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
 from kvjax.spec import KVSpec, pages_for
 
@@ -102,8 +103,15 @@ def plan(
     for row, length in enumerate(lengths):
         if length + new_tokens > config.max_context:
             raise KvjaxError(too_long(row, length, new_tokens, config.max_context))
+    size, page_format = cache.page_size, cache.page_format
+    if page_format is not None:
+        page_format.check(spec, size)
+        if page_format.products == "float8" and config.attn_soft_cap is not None:
+            raise KvjaxError(
+                "the format's products are 'float8' and the model caps its scores, which attention "
+                "in float8 does not: take products='float32'"
+            )
     check_attention(spec, cache)
-    size = cache.page_size
     # The last token drawn is never written, so a row ends with one token less than it shows.
     held = [pages_for(length + max(new_tokens - 1, 0), size) for length in lengths]
     if cache.num_pages is not None and sum(held) > cache.num_pages:
@@ -116,14 +124,6 @@ def plan(
     pages = half_step(sum(held))
     num_pages = cache.num_pages or pages
     check_pools(spec, num_pages, size)
-    page_format = cache.page_format
-    if page_format is not None:
-        page_format.check(spec, size)
-        if page_format.products == "float8" and config.attn_soft_cap is not None:
-            raise KvjaxError(
-                "the format's products are 'float8' and the model caps its scores, which attention "
-                "in float8 does not: take products='float32'"
-            )
     chunk = chunk_size(sum(lengths), int(prefill_chunk))
     return Shapes(
         spec=spec,
@@ -185,7 +185,7 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
     if cache.attention is None:
         return
     for operation in OPERATIONS:
-        for layer in spec.layers:
+        for index, layer in enumerate(spec.layers):
             reason = supported(
                 operation,
                 cache.attention,
@@ -193,9 +193,21 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
                 v_head_dim=layer.value_dim,
                 page_size=cache.page_size,
                 dtype=spec.dtype,
+                pools=_packed_pools(spec, cache, index) if "paged" in operation else (),
             )
             if reason is not None:
                 raise KvjaxError(
                     f"attention={cache.attention!r} cannot run: {reason}; pass attention=None to "
                     f"let kvjax choose"
                 )
+
+
+def _packed_pools(spec: KVSpec, cache: CacheConfig, layer: int) -> tuple[PackedPages, ...]:
+    """A layer's pools, abstract, where they are packed: not every kernel reads every packing."""
+    chosen = None if cache.page_format is None else cache.page_format.layer(spec, layer)
+    if chosen is None or cache.select is not None:  # over tiers they are unpacked before
+        return ()
+    shape = spec.layers[layer]
+    parts = ((chosen.keys, shape.head_dim), (chosen.values, shape.value_dim))
+    heads, size = shape.kv_heads, cache.page_size
+    return tuple(abstract_pages(packing, 2, heads, size, dim) for packing, dim in parts)

@@ -115,7 +115,9 @@ def prefill_chunk(
     sequences, offset = paged.ragged_rows(cu, chunk)
     slots = offset + cache.lengths.at[sequences].get(mode="clip")
     positions = offset + cache.next_positions.at[sequences].get(mode="clip")
-    attend = chunk_attend(decoder.config, cache, sequences, slots, cu, implementation)
+    attend = chunk_attend(
+        decoder.config, cache, sequences, slots, cu, implementation, stores=reservation.ok
+    )
     hidden, cache = decoder(tokens, positions, attend, cache)
     cache = paged.advance(cache, jnp.where(reservation.ok, jnp.diff(cu), 0))
     last = prompts.cu_lengths[1:] - 1 - begin
@@ -164,8 +166,9 @@ def decode_step(
     active = state.active
     counts = active.astype(jnp.int32)
     cache, reservation = paged.reserve(state.cache, counts, max_count=1)
-    cache = paged.encode_due(cache, active)
-    attend = decode_attend(decoder.config, cache, active, implementation)
+    stores = active & reservation.ok
+    cache = paged.encode_due(cache, stores)
+    attend = decode_attend(decoder.config, cache, active, implementation, stores=stores)
     hidden, cache = decoder(state.tokens, cache.next_positions, attend, cache)
     cache = paged.advance(cache, jnp.where(reservation.ok, counts, 0))
     state = dataclasses.replace(state, cache=cache, hidden=hidden, reservation=reservation)

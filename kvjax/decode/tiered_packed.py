@@ -10,31 +10,23 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from kvjax.decode.tiered_state import TieredShapes
-from kvjax.formats import LayerFormat, PagePacking, abstract_pages, empty_pages
+from kvjax.formats import PagePacking, abstract_pages, empty_pages
 from kvjax.pallas_kernels import PackedPages
-from kvjax.spec import LayerSpec
-
-
-def layer_format(shapes: TieredShapes, layer: int) -> LayerFormat | None:
-    """How a layer's pages are packed where they are not near; None if they are not."""
-    return None if shapes.format is None else shapes.format.layer(shapes.spec, layer)
 
 
 def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
     """Shape and dtype of one KV head's page of keys, and of values, as it leaves the program.
 
-    Bytes where there is a format: as many as the larger of all that are packed, in P rows.
+    Bytes where there is a format, in P rows: keys and values of a page together, in two halves.
     """
     spec = shapes.spec
     if shapes.format is None:
         return (shapes.page_size, spec.layers[0].head_dim), spec.dtype
-    widths = []
-    for index, layer in enumerate(spec.layers):
-        chosen = layer_format(shapes, index)
-        for packing, dim in _parts(chosen, layer):
-            plain = shapes.page_size * dim * spec.bytes_per_element
-            widths.append(plain if packing is None else _packed_bytes(packing, shapes, dim))
-    return (shapes.page_size, -(-max(widths) // shapes.page_size)), "uint8"
+    most = 0
+    for index in range(len(spec.layers)):
+        parts = _parts(shapes, index)
+        most = max(most, sum(_packed_bytes(packing, shapes, dim) for packing, dim in parts))
+    return (shapes.page_size, -(-most // (2 * shapes.page_size))), "uint8"
 
 
 def as_bytes(
@@ -54,16 +46,13 @@ def as_bytes(
       positions: int32 [n], of each page's first token.
     """
     page, _ = page_shape(shapes)
-    width, both = math.prod(page), []
-    parts = _parts(layer_format(shapes, layer), shapes.spec.layers[layer])
-    for (packing, _), pages in zip(parts, (keys, values), strict=True):
-        kept = [pages]
-        if packing is not None:
-            kept = jax.tree.leaves(_stored(packing, packing.encode(pages, positions)))
-        flat = jnp.concatenate([_bytes(x) for x in kept], axis=-1)
-        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, width - flat.shape[-1])))
-        both.append(flat.reshape(*flat.shape[:2], *page))
-    return both[0], both[1]
+    kept = []
+    for (packing, _), pages in zip(_parts(shapes, layer), (keys, values), strict=True):
+        kept += jax.tree.leaves(_stored(packing, packing.encode(pages, positions)))
+    flat = jnp.concatenate([_bytes(x) for x in kept], axis=-1)
+    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 2 * math.prod(page) - flat.shape[-1])))
+    halves = flat.reshape(*flat.shape[:2], 2, *page)
+    return halves[:, :, 0], halves[:, :, 1]
 
 
 def from_bytes(
@@ -81,23 +70,17 @@ def from_bytes(
       values: as `as_bytes` gave them.
     """
     dtype = jnp.dtype(shapes.spec.dtype)
-    both = []
-    of = shapes.spec.layers[layer]
-    parts = _parts(layer_format(shapes, layer), of)
-    for (packing, dim), given in zip(parts, (keys, values), strict=True):
-        rest = given.reshape(*given.shape[:2], -1)
-        count, heads = rest.shape[:2]
-        if packing is None:
-            shape = jax.ShapeDtypeStruct((count, heads, shapes.page_size, dim), dtype)
-            both.append(_array(rest, shape))
-            continue
+    count, heads = keys.shape[:2]
+    flat = jnp.stack([keys, values], axis=2).reshape(count, heads, -1)
+    both, begin = [], 0
+    for packing, dim in _parts(shapes, layer):
         wanted = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
         leaves, structure = jax.tree.flatten(wanted)
-        arrays, begin = [], 0
+        arrays = []
         for leaf in leaves:
             size = math.prod(leaf.shape[2:]) * leaf.dtype.itemsize
             leaf = jax.ShapeDtypeStruct((count, heads, *leaf.shape[2:]), leaf.dtype)
-            arrays.append(_array(rest[:, :, begin : begin + size], leaf))
+            arrays.append(_array(flat[:, :, begin : begin + size], leaf))
             begin += size
         template = empty_pages(packing, 1, heads, shapes.page_size, dim)
         packed = template.with_stored(jax.tree.unflatten(structure, arrays))
@@ -134,10 +117,13 @@ def as_kept(
 
 
 def _parts(
-    chosen: LayerFormat | None, layer: LayerSpec
-) -> tuple[tuple[PagePacking | None, int], tuple[PagePacking | None, int]]:
-    packings = (None, None) if chosen is None else (chosen.keys, chosen.values)
-    return (packings[0], layer.head_dim), (packings[1], layer.value_dim)
+    shapes: TieredShapes, layer: int
+) -> tuple[tuple[PagePacking, int], tuple[PagePacking, int]]:
+    """How a layer's keys and values are packed, and the elements of a head's row of each."""
+    assert shapes.format is not None
+    chosen, of = shapes.format.layer(shapes.spec, layer), shapes.spec.layers[layer]
+    assert chosen is not None
+    return (chosen.keys, of.head_dim), (chosen.values, of.value_dim)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,10 +10,11 @@ from kvjax.decode.tiered_index import index_for
 from kvjax.decode.tiered_slots import slots_by_head
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
+from kvjax.formats import Format
 from kvjax.model import Model
 from kvjax.policies import Choice, Select, Window
 from kvjax.policies.budget import Budget
-from kvjax.spec import pages_for
+from kvjax.spec import KVSpec, pages_for
 
 
 def tiered_plan(
@@ -41,6 +42,7 @@ def tiered_plan(
     page_format = cache.page_format
     if page_format is not None:
         page_format.check(spec, size)
+        _check_format(page_format, spec)
     choice = select.choice()
     least = choice.first + choice.last
     tokens = half_step(pages_for(max(lengths), size)) * size
@@ -83,6 +85,26 @@ def _check_context(model: Model, lengths: Sequence[int], new_tokens: int) -> Non
     for row, length in enumerate(lengths):
         if length + new_tokens > context:
             raise KvjaxError(too_long(row, length, new_tokens, context))
+
+
+def _check_format(page_format: Format, spec: KVSpec) -> None:
+    """Refuse what a format says and pages over tiers have not.
+
+    Raises:
+      KvjaxError: it says such a thing.
+    """
+    if any(page_format.layer(spec, layer) is None for layer in range(len(spec.layers))):
+        raise KvjaxError(
+            f"format.skip_layers is {page_format.skip_layers} and select is given: all layers' "
+            f"pages leave in the same bytes; skip none, or leave out select"
+        )
+    if page_format.residual or page_format.products != "float32":
+        name = "residual" if page_format.residual else "products"
+        raise KvjaxError(
+            f"format.{name} is {getattr(page_format, name)!r} and select is given: there the page "
+            f"that is being filled is exact, the others are read in float32; take the format with "
+            f"residual=0 and products='float32'"
+        )
 
 
 def _counts(

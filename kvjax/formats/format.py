@@ -66,7 +66,9 @@ class Format:
 
     Attention to what is encoded reads codes; the newest tokens are kept and read as the model made
     them. A token that is computed sees as encoded exactly what was encoded when it came, whether
-    it came in a prompt's chunk or alone, so results do not depend on how a text was cut.
+    it came in a prompt's chunk or alone, so results do not depend on how a text was cut. Two things
+    are otherwise: `products` of float8 are of decode alone, and where steps select pages the
+    prompt is prefilled exactly.
 
     Attributes:
       keys: how keys are packed.
@@ -75,7 +77,8 @@ class Format:
         arXiv:2402.02750, section 3.3).
       skip_layers: layers that are stored as they are; a negative one counts from the last.
       skip_windows: whether layers with a sliding window are too: they read few tokens.
-      layers: packings of single layers that take the place of `keys` and `values`, by layer.
+      layers: packings of single layers that take the place of `keys` and `values`, each with its
+        layer; a negative one counts from the last.
       products: "float32" turns codes back into numbers and multiplies these; "float8" has decode
         multiply the codes themselves, and rounds queries and softmax weights to float8 for that
         (`float8_paged_attention`); only of float8_e4m3fn codes whose scale a page's head shares.
@@ -98,7 +101,21 @@ class Format:
         if self.products not in ("float32", "float8"):
             raise KvjaxError(f"products is {self.products!r}: must be 'float32' or 'float8'")
         check_integer("residual", self.residual, 0)
-        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        try:
+            skipped = tuple(
+                int(check_integer("skip_layers", x, -(2**31))) for x in self.skip_layers
+            )
+            layers = tuple((check_integer("layers", i, -(2**31)), x) for i, x in self.layers)
+        except TypeError:
+            raise KvjaxError(
+                f"skip_layers is {self.skip_layers!r} and layers {self.layers!r}: must be a tuple "
+                f"of layers, and a tuple of pairs, a layer and its LayerFormat"
+            ) from None
+        wrong = [x for _, x in layers if not isinstance(x, LayerFormat)]
+        if wrong:
+            raise KvjaxError(f"layers has {wrong[0]!r}: must be a kvjax.formats.LayerFormat")
+        object.__setattr__(self, "skip_layers", skipped)
+        object.__setattr__(self, "layers", layers)
         for name in ("keys", "values"):
             if not isinstance(getattr(self, name), PagePacking):
                 raise KvjaxError(
@@ -125,7 +142,8 @@ class Format:
         skipped = {i % len(spec.layers) for i in self.skip_layers}
         if index in skipped or (self.skip_windows and layer.window is not None):
             return None
-        return dict(self.layers).get(index, LayerFormat(self.keys, self.values))
+        own = {i % len(spec.layers): chosen for i, chosen in self.layers}
+        return own.get(index, LayerFormat(self.keys, self.values))
 
     def check(self, spec: KVSpec, page_size: int) -> None:
         """Refuse a model or page size that the format cannot store.
@@ -138,9 +156,12 @@ class Format:
           KvjaxError: a group does not fill pages, or a skipped layer is not there.
         """
         count = len(spec.layers)
-        for index in (*self.skip_layers, *dict(self.layers)):
+        named = [("skip_layers", i) for i in self.skip_layers]
+        for name, index in (*named, *(("layers", i) for i, _ in self.layers)):
             if not -count <= index < count:
-                raise KvjaxError(f"layer {index} is named and the model has {count}")
+                raise KvjaxError(
+                    f"{name} has layer {index}: the model has {count}, 0 to {count - 1}"
+                )
         for index, shape in enumerate(spec.layers):
             chosen = self.layer(spec, index)
             if chosen is not None:
@@ -242,6 +263,8 @@ def float8(
       scale: one for everything, instead (vLLM's default is 1).
       products: as of `Format`.
     """
+    if kind not in ("float8_e4m3fn", "float8_e5m2"):
+        raise KvjaxError(f"kind is {kind!r}: must be 'float8_e4m3fn' or 'float8_e5m2'")
     if per not in ("page", "token"):
         raise KvjaxError(f"per is {per!r}: must be 'page' or 'token'")
     packing = Packing(
@@ -268,9 +291,13 @@ def int4(*, bits: int = 4, value_bits: int | None = None, group: int = 32) -> Fo
       value_bits: of values; None takes `bits`.
       group: channels of a value that share a scale.
     """
+    value_bits = bits if value_bits is None else value_bits
+    for name, count in (("bits", bits), ("value_bits", value_bits)):
+        if isinstance(count, bool) or count not in (2, 3, 4):
+            raise KvjaxError(f"{name} is {count!r}: must be 2, 3 or 4")
     return Format(
         Packing(bits=bits, channels=1, scale_dtype="float8_e4m3fn"),
-        Packing(bits=value_bits or bits, tokens=1, channels=group, scale_dtype="float8_e4m3fn"),
+        Packing(bits=value_bits, tokens=1, channels=group, scale_dtype="float8_e4m3fn"),
     )
 
 
@@ -282,6 +309,8 @@ def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
       group: elements that share a scale and a middle, in float16 each; pages hold whole groups.
       residual: newest tokens that stay as they are.
     """
+    if isinstance(bits, bool) or bits not in (2, 4):
+        raise KvjaxError(f"bits is {bits!r}: must be 2 or 4")
     return Format(
         Packing(bits=bits, tokens=group, channels=1, scale_dtype="float16"),
         Packing(bits=bits, tokens=1, channels=group, scale_dtype="float16"),

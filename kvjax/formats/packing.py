@@ -1,6 +1,7 @@
 """From a page's elements to codes of a few bits with scales: one rule for keys, one for values."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -64,10 +65,10 @@ class Packing:
             raise KvjaxError(
                 f"scale_dtype is {self.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}"
             )
-        if self.scale is not None and (self.kind == "int" or not self.scale > 0):
+        if self.scale is not None and (self.kind == "int" or not 0 < self.scale < math.inf):
             raise KvjaxError(
-                f"scale is {self.scale!r}: must be above 0, and of float codes; integers measure "
-                f"their groups: pass None"
+                f"scale is {self.scale!r}: must be finite, above 0, and of float codes; integers "
+                f"measure their groups: pass None"
             )
 
     @property
@@ -96,10 +97,14 @@ class Packing:
             )
         if dim % channels:
             raise KvjaxError(
-                f"{what} have {dim} elements a head: groups of {channels} channels must divide them"
+                f"{what} have {dim} elements a head: groups of {channels} channels must divide "
+                f"them; take {math.gcd(dim, channels)}"
             )
         if tokens * channels == 1:
-            raise KvjaxError(f"a group of one token and channel of {what} would save nothing")
+            raise KvjaxError(
+                f"tokens and channels of {what} are 1: such a group is its own scale and saves "
+                f"nothing; take more of one of them"
+            )
         together = 1 if self.bits == 8 else tokens_sharing_a_byte(self.bits)
         if page_size % together:
             raise KvjaxError(
@@ -113,7 +118,7 @@ class Packing:
         """Pack pages, each head of each on its own.
 
         What is not finite is encoded as the nearest number that the group's finite elements span,
-        NaN as 0; nothing of another group is touched by it.
+        NaN as its middle; nothing of another group is touched by it.
 
         Args:
           pages: [N, Hkv, P, D], whole pages.

@@ -58,13 +58,13 @@ def do_append(cache, keys, values, cu_lengths):
 @quick
 def do_step(cache, keys, values):
     """One token a sequence, as a decode step stores it."""
-    active = jnp.ones(cache.batch, bool)
     cache, reservation = reserve(cache, jnp.ones(cache.batch, jnp.int32), max_count=1)
+    active = jnp.ones(cache.batch, bool) & reservation.ok
     cache = encode_due(cache, active)
     for layer, recent in enumerate(cache.recent):
         if recent is not None:
             cache = put_token(cache, layer, keys[layer], values[layer], active)
-    return advance(cache, jnp.ones(cache.batch, jnp.int32)), reservation
+    return advance(cache, active.astype(jnp.int32)), reservation
 
 
 def rows(tokens, seed=0):
@@ -223,6 +223,10 @@ def test_what_does_not_fit_changes_nothing():
     after, reservation = do_append(cache, *rows(40, 3), starts(40))
     assert not bool(reservation.ok)
     jax.tree.map(np.testing.assert_array_equal, cache, after)
+    full, _ = do_append(cache, *cut(rows(48), 40, 48), starts(8))
+    after, reservation = do_step(full, *cut(rows(49), 48, 49))
+    assert not bool(reservation.ok)
+    jax.tree.map(np.testing.assert_array_equal, full, after)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,11 @@ def test_what_does_not_fit_changes_nothing():
         (kivi(2), 16, "page_size is 16: groups of 32 tokens"),
         (Format(Packing(channels=3), Packing()), 16, "keys have 8 elements a head"),
         (Format(Packing(bits=3), Packing()), 12, "need a multiple of 8"),
-        (dataclasses.replace(int4(), skip_layers=(5,)), 16, "layer 5 is named and the model has 3"),
+        (
+            dataclasses.replace(int4(), skip_layers=(5,)),
+            16,
+            "skip_layers has layer 5: the model has 3",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_refused(format, page_size, message):

@@ -10,7 +10,7 @@ import pytest
 from kvjax.config import CacheConfig
 from kvjax.decode import generate
 from kvjax.errors import KvjaxError
-from kvjax.formats import Format, int4, int8
+from kvjax.formats import Format, float8, int4, int8
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.pallas_kernels import PackedPages
@@ -46,7 +46,12 @@ class Whole:
         return packed.values()
 
 
-FORMATS = {"whole": Format(Whole(), Whole()), "int4": int4(), "int8": int8()}
+FORMATS = {
+    "whole": Format(Whole(), Whole()),
+    "int4": int4(),
+    "int4-int2": int4(value_bits=2),
+    "int8": int8(),
+}
 
 
 @functools.cache
@@ -82,7 +87,7 @@ def test_a_format_that_loses_nothing_changes_nothing(times):
 
 
 def test_where_a_page_is_does_not_matter():
-    near = run(over_tiers("int4", None))[1]
+    near = run(over_tiers("int4", 9))[1]
     for times in (0, 1):
         for x, y in zip(run(over_tiers("int4", times))[1], near, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
@@ -112,6 +117,12 @@ def test_a_store_keeps_the_same_bytes(tmp_path):
     assert len(list(tmp_path.rglob("*"))) > files  # pages of one format serve no other
 
 
+def test_keys_and_values_of_different_bits_share_what_they_save():
+    both, one = (run(over_tiers(name, 0))[2].bytes_moved for name in ("int4", "int4-int2"))
+    # Of a page of 8 x 8: 4 bits a key, 2 a value, and scales, middles and units of a byte or two.
+    assert one < both * 0.9
+
+
 def test_hot_pages_stay_exact_until_they_leave():
     exact = run(over_tiers(None, 9, "100%"))[1]
     hot = run(over_tiers("int4", 9, "100%", hot_exact=True))[1]
@@ -124,9 +135,20 @@ def test_hot_pages_stay_exact_until_they_leave():
 def test_what_does_not_go_together_is_refused(tmp_path):
     with pytest.raises(KvjaxError, match=r"place\.order is 'cluster'"):
         over_tiers("int4", 1, store=str(tmp_path), order="cluster")
+    with pytest.raises(KvjaxError, match="place is None"):
+        over_tiers("int4", None)
+    with pytest.raises(KvjaxError, match=r"place\.codec is 'splitzip'"):
+        over_tiers("int4", 1, store=str(tmp_path), codec="splitzip")
+    for format, message in (
+        (dataclasses.replace(int4(), skip_layers=(0,)), r"format\.skip_layers is \(0,\)"),
+        (dataclasses.replace(int4(), residual=32), r"format\.residual is 32"),
+        (float8(products="float8"), r"format\.products is 'float8'"),
+    ):
+        cache = dataclasses.replace(over_tiers("int4", 1), format=format)
+        with pytest.raises(KvjaxError, match=message):
+            generate(made(), prompt(20), cache=cache)
     with pytest.raises(KvjaxError, match="hot_exact is True and format is None"):
         over_tiers(None, 1, hot_exact=True)
+    cache = dataclasses.replace(over_tiers("int4", 1), format="kivi2")
     with pytest.raises(KvjaxError, match="page_size is 8: groups of 32 tokens"):
-        generate(
-            made(), prompt(20), cache=CacheConfig(page_size=8, format="kivi2", select=Select())
-        )
+        generate(made(), prompt(20), cache=cache)
