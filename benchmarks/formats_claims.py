@@ -89,7 +89,7 @@ def claims(points: Sequence[Point]) -> list[Row]:
 def _aims(ours: Sequence[Point], claim: str) -> list[Row]:
     rows = []
     named = {p.name: p for p in ours}
-    for name, share, kl in (("fp8-calibrated", 0.5, 0.003), ("int4", 0.31, 0.005)):
+    for name, share, kl in (("fp8-calibrated", 0.505, 0.003), ("int4", 0.31, 0.005)):
         if name in named:
             rows += [
                 _share(named[name], f"{claim}, {name}", share),
