@@ -28,7 +28,7 @@ def _keys_of_8_bits() -> Format:
 METHODS: dict[str, Method] = {
     BF16: Method(None),
     "fp8, scale 1": Method(float8(scale=1.0)),
-    **{name: Method(NAMED[name]) for name in ("fp8", "fp8-e5m2", "int8", "int4")},
+    **{name: Method(NAMED[name]) for name in ("fp8", "fp8-products", "fp8-e5m2", "int8", "int4")},
     "int8 keys, int4 values": Method(_keys_of_8_bits()),
     "int4, pages of 32": Method(int4(), 32),
     "int4 keys, int3 values, pages of 32": Method(int4(value_bits=3, group=64), 32),
