@@ -31,6 +31,7 @@ METHODS: dict[str, Method] = {
     **{name: Method(NAMED[name]) for name in ("fp8", "fp8-products", "fp8-e5m2", "int8", "int4")},
     "int8 keys, int4 values": Method(_keys_of_8_bits()),
     "int4, pages of 32": Method(int4(), 32),
+    "int4 keys, int3 values": Method(int4(value_bits=3)),
     "int4 keys, int3 values, pages of 32": Method(int4(value_bits=3, group=64), 32),
     **{name: Method(NAMED[name]) for name in ("int4-int2", "int3", "int2")},
     "int3, pages of 32": Method(int4(bits=3), 32),
