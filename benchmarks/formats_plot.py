@@ -27,10 +27,11 @@ def plot(points: Sequence[Point], path: pathlib.Path, title: str) -> None:
 
     longest = max(point.context for point in points)
     figure, axes = pyplot.subplots(figsize=(11, 6.5), layout="constrained")
+    engines = list(dict.fromkeys(point.engine for point in points))
     for engine, read in dict.fromkeys((point.engine, point.read) for point in points):
         mine = [p for p in points if (p.engine, p.read) == (engine, read)]
         mine = [p for p in mine if p.context == longest and p.kl]
-        marker = "o" if engine == OURS else "s^D"[len(engine) % 3]
+        marker = "os^D"[engines.index(engine) % 4]
         at = [100 * p.share for p in mine], [max(p.kl, LEAST) for p in mine]
         axes.scatter(
             *at,
