@@ -51,7 +51,8 @@ def pages(kind, seed=0):
 
 
 KINDS = (
-    "plain", "a huge channel", "a huge token", "constants", "zeros", "denormals", "large", "one sign",
+    "plain", "a huge channel", "a huge token", "constants", "zeros", "denormals", "large",
+    "one sign",
 )  # fmt: skip
 
 
