@@ -84,6 +84,7 @@ def test_scores_are_those_of_attention_that_packs_for_itself(case):
     assert np.abs(np.subtract(exact.logprobs[1:], want)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_chunks_or_on_the_batch():
     of, cache = model("llama"), CacheConfig(format=int4())
     prompts = [prompt(70, 1), prompt(33, 2), prompt(5, 3)]

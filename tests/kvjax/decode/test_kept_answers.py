@@ -23,6 +23,8 @@ PROMPTS = [prompt(n, seed) for seed, n in enumerate((60, 41, 5))]
 NEW = 30
 DRAW = {"max_new_tokens": NEW, "sampling": Sampling(1.5, 20), "stop_at_eos": False}
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def tiny():

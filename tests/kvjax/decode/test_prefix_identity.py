@@ -17,6 +17,8 @@ from tests.kvjax.decode import tiny
 
 LOAD = PrefixConfig(load_policy="load", budget="100%")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model():

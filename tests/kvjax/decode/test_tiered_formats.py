@@ -117,12 +117,14 @@ def test_a_store_keeps_the_same_bytes(tmp_path):
     assert len(list(tmp_path.rglob("*"))) > files  # pages of one format serve no other
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_different_bits_share_what_they_save():
     both, one = (run(over_tiers(name, 0))[2].bytes_moved for name in ("int4", "int4-int2"))
     # Of a page of 8 x 8: 4 bits a key, 2 a value, and scales, middles and units of a byte or two.
     assert one < both * 0.9
 
 
+@pytest.mark.slow
 def test_hot_pages_stay_exact_until_they_leave():
     exact = run(over_tiers(None, 9, "100%"))[1]
     hot = run(over_tiers("int4", 9, "100%", hot_exact=True))[1]
