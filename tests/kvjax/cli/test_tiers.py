@@ -69,18 +69,18 @@ def test_the_table_says_what_moved(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--window", "2"), "--page-order, --keep-generated and --evict are of use"),
-        (("--window-plan", "f"), "--page-order, --keep-generated and --evict are of use"),
+        (("--window", "2"), "--keep-generated, --hot-exact and --evict are of use"),
+        (("--window-plan", "f"), "--keep-generated, --hot-exact and --evict are of use"),
         (
             ("--select", "mean", "--window", "3", "--window-plan", "f"),
             "error: --window is 3 and --window-plan is f: the plan says how many pages stay near",
         ),
         (("--select", "mean", "--window-plan", "no/f"), "window plan no/f does not exist: give"),
-        (("--keep-generated",), "--page-order, --keep-generated and --evict are of use"),
+        (("--keep-generated",), "--keep-generated, --hot-exact and --evict are of use"),
         (("--select", "mean", "--keep-generated"), "--keep-generated needs --store: name a store"),
         (("--select", "mean", "--page-order", "luck"), "--page-order is 'luck': must be one of"),
         (("--select", "mean", "--page-order", "cluster"), "and --store is not given: it is that"),
-        (("--codec", "zstd"), "--codec, --page-order, --keep-generated and --evict are of use"),
+        (("--codec", "zstd"), "--page-order, --keep-generated, --hot-exact and --evict are of use"),
         (("--select", "mean", "--codec", "lz4"), "--codec is 'lz4': must be one of none, zstd"),
         (("--select", "mean", "--codec", "zstd"), "--codec is 'zstd' and --store is not given"),
         (("--step-budget", "5%"), "--step-budget is of use with --select only"),
