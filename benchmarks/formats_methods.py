@@ -4,7 +4,7 @@ import dataclasses
 import os
 
 from kvjax.config import CacheConfig
-from kvjax.formats import CALIBRATED, NAMED, Format, Packing, float8, int4, load_calibrated
+from kvjax.formats import CALIBRATED, NAMED, Format, float8, int4, load_calibrated
 
 BF16 = "bf16"
 
@@ -21,15 +21,11 @@ class Method:
         return CacheConfig(format=self.format, page_size=self.page_size, dtype="bfloat16")
 
 
-def _keys_of_8_bits() -> Format:
-    return Format(Packing(bits=8, tokens=1, symmetric=True), int4().values)
-
-
 METHODS: dict[str, Method] = {
     BF16: Method(None),
     "fp8, scale 1": Method(float8(scale=1.0)),
-    **{name: Method(NAMED[name]) for name in ("fp8", "fp8-products", "fp8-e5m2", "int8", "int4")},
-    "int8 keys, int4 values": Method(_keys_of_8_bits()),
+    **{name: Method(NAMED[name]) for name in ("fp8", "fp8-products", "fp8-e5m2")},
+    **{name: Method(NAMED[name]) for name in ("int8", "int8-int4", "int4")},
     "int4, pages of 32": Method(int4(), 32),
     "int4 keys, int3 values": Method(int4(value_bits=3)),
     "int4 keys, int3 values, pages of 32": Method(int4(value_bits=3, group=64), 32),

@@ -323,6 +323,7 @@ NAMED = {
     "fp8-e5m2": float8("float8_e5m2"),
     "fp8-products": float8(products="float8"),
     "int8": int8(),
+    "int8-int4": Format(int8().keys, int4().values),
     "int4": int4(),
     "int4-int2": int4(value_bits=2),
     "int3": int4(bits=3),

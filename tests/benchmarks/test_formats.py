@@ -87,8 +87,7 @@ def test_a_picture_is_drawn(tmp_path):
 
 
 def test_all_named_formats_are_compared():
-    stored = {name for name in NAMED if name != "fp8-products"}  # as fp8 is, multiplied otherwise
-    assert stored <= set(METHODS)
+    assert set(NAMED) <= set(METHODS)
     assert formats.parse([]).formats == list(METHODS)
     assert formats.parse(["--quick"]).peers == []
     with pytest.raises(SystemExit):
