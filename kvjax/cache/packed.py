@@ -21,8 +21,7 @@ from kvjax.pallas_kernels.residual import encoded_before
 
 def encoded_lengths(cache: PagedKVCache) -> Int32[Array, " B"]:
     """Tokens of each sequence that are encoded, in layers that have a format."""
-    assert cache.format is not None
-    return encoded_before(cache.lengths, cache.format.recent(cache.page_size), cache.page_size)
+    return encoded_before(cache.lengths, cache.recent_tokens, cache.page_size)
 
 
 def recent_slots(cache: PagedKVCache) -> tuple[Int32[Array, "B R"], Bool[Array, "B R"]]:
@@ -31,8 +30,7 @@ def recent_slots(cache: PagedKVCache) -> tuple[Int32[Array, "B R"], Bool[Array, 
     Returns:
       The token's slot, int32 [B, R], and false where it is encoded, or no token is.
     """
-    assert cache.format is not None
-    slots = _newest_slots(cache.lengths, cache.format.recent(cache.page_size))
+    slots = _newest_slots(cache.lengths, cache.recent_tokens)
     return slots, slots >= encoded_lengths(cache)[:, None]
 
 
@@ -47,9 +45,9 @@ def encode_due(cache: PagedKVCache, active: Bool[Array, " B"]) -> PagedKVCache:
       active: bool [B].
     """
     layers = [layer for layer, recent in enumerate(cache.recent) if recent is not None]
-    if cache.format is None or not layers:
+    if not layers:
         return cache
-    size, room = cache.page_size, cache.format.recent(cache.page_size)
+    size, room = cache.page_size, cache.recent_tokens
     before = encoded_lengths(cache)
     column = jnp.minimum(before // size, cache.max_pages - 1)
     page = jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]

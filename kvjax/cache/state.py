@@ -63,6 +63,11 @@ class PagedKVCache:
     format: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
+    def recent_tokens(self) -> int:
+        """R: most tokens of a sequence that are not encoded, in layers that have a format."""
+        return next(recent.keys.shape[1] for recent in self.recent if recent is not None)
+
+    @property
     def num_pages(self) -> int:
         """N: pages in the pool, and the id that stands for "no page"."""
         return self.page_refs.shape[0]

@@ -180,7 +180,6 @@ def chunk_attend(
       stores: whether the chunk's pages are reserved; otherwise nothing is stored.
     """
     slots = token_slots(cache, sequences, indices)
-    room = None if cache.format is None else cache.format.recent(cache.page_size)
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
@@ -203,7 +202,7 @@ def chunk_attend(
             scale=config.scale(layer),
             window=config.layers[layer].window,
             soft_cap=config.attn_soft_cap,
-            residual=room if packed else None,
+            residual=state.recent_tokens if packed else None,
             implementation=implementation,
         )
         if packed:

@@ -32,7 +32,7 @@ def compiled(
       result_as: index into `args` of the pytree whose placement and layouts the result has. A
         program that hands on what it was given says so, or XLA may lay the result out anew, which
         copies it.
-      formats: the result's placement and layouts (a hashable pytree), where no argument has them.
+      formats: the result's placement and layouts (a pytree), where no argument has them.
 
     Returns:
       What to call with `args`, and the seconds compilation took in this call (0 if it is kept).
@@ -47,7 +47,9 @@ def compiled(
     before = compilations()
     began = time.perf_counter()
     abstract = tuple(_abstract(leaf) for leaf in leaves)
-    program = _compile(function, static, tree, abstract, donate, result_as, formats)
+    laid_out = jax.tree.flatten(formats)
+    result = (tuple(laid_out[0]), laid_out[1])
+    program = _compile(function, static, tree, abstract, donate, result_as, result)
     took = time.perf_counter() - began
     return program, took if compilations() > before else 0.0
 
@@ -80,13 +82,14 @@ def _compile(
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     donate: tuple[int, ...],
     result_as: int | None,
-    formats: Any,
+    result: tuple[tuple[Any, ...], Any],
 ) -> Compiled:
     def call(*args: Any) -> Any:
         return function(static, *args)
 
     call.__name__ = function.__name__.lstrip("_")  # the program's name in profiles
     args = jax.tree.unflatten(tree, leaves)
+    formats = jax.tree.unflatten(result[1], result[0])
     if result_as is not None:
         formats = jax.tree.map(lambda x: x.format, args[result_as])
     return jax.jit(call, donate_argnums=donate, out_shardings=formats).lower(*args).compile()

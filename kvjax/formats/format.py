@@ -162,6 +162,11 @@ class Format:
                 raise KvjaxError(
                     f"{name} has layer {index}: the model has {count}, 0 to {count - 1}"
                 )
+        if all(self.layer(spec, index) is None for index in range(count)):
+            raise KvjaxError(
+                "format packs no layer: all are in skip_layers, or have a sliding window; pass "
+                "skip_windows=False, or leave out format"
+            )
         for index, shape in enumerate(spec.layers):
             chosen = self.layer(spec, index)
             if chosen is not None:
@@ -341,5 +346,8 @@ def named_format(name: str) -> Format:
       KvjaxError: there is none.
     """
     if name not in NAMED:
-        raise KvjaxError(f"format is {name!r}: must be one of {', '.join(NAMED)}, or None")
+        raise KvjaxError(
+            f"format is {name!r}: must be one of {', '.join(NAMED)}, or None; those of a "
+            f"calibration are kvjax.formats.load_calibrated(path, name)"
+        )
     return NAMED[name]

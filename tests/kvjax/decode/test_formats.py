@@ -11,7 +11,7 @@ from flax import nnx
 
 from kvjax.cache import init
 from kvjax.config import CacheConfig
-from kvjax.decode import PrefixCache, generate, score
+from kvjax.decode import PrefixCache, generate, score, stream
 from kvjax.decode.attend_recent import Chunk, attend_chunk
 from kvjax.errors import KvjaxError
 from kvjax.formats import Format, LayerFormat, Packing, float8, int4, int8
@@ -151,6 +151,21 @@ def test_a_layer_has_a_packing_of_its_own():
     format = dataclasses.replace(int4(), layers=((-1, other),))
     assert format.layer(of, 1) == other
     assert format.layer(of, 0) == LayerFormat(int4().keys, int4().values)
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_a_stream_is_what_one_program_draws(length):
+    """Prompts shorter than the newest tokens that stay, too."""
+    of, ids = model("llama"), prompt(length, 1)
+    for format in (int4(), dataclasses.replace(int8(), residual=200)):
+        options = {"max_new_tokens": 5, "cache": CacheConfig(format=format), "stop_at_eos": False}
+        events = list(stream(of, ids, **options))
+        assert [event.token for event in events] == generate(of, ids, **options).tokens[0]
+
+
+def test_a_format_that_packs_nothing_is_refused():
+    with pytest.raises(KvjaxError, match="format packs no layer"):
+        generate(model("mistral"), prompt(20), cache=CacheConfig(format="int4"))
 
 
 def test_a_format_is_found_by_its_name_and_refused_by_it():
