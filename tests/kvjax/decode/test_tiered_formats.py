@@ -16,7 +16,7 @@ from kvjax.models import random_checkpoint
 from kvjax.pallas_kernels import PackedPages
 from kvjax.policies import Place, Select, Window
 from tests.kvjax.decode.forced import forced_logits
-from tests.kvjax.decode.tiny import attention, config, no_cache_logits, prompt
+from tests.kvjax.decode.tiny import attention, config, model, no_cache_logits, prompt
 
 SIZE, PROMPTS, NEW = 8, (41, 7), 12
 
@@ -148,7 +148,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     ):
         cache = dataclasses.replace(over_tiers("int4", 1), format=format)
         with pytest.raises(KvjaxError, match=message):
-            generate(made(), prompt(20), cache=cache)
+            generate(model("llama"), prompt(20), cache=cache)
     with pytest.raises(KvjaxError, match="hot_exact is True and format is None"):
         over_tiers(None, 1, hot_exact=True)
     cache = dataclasses.replace(over_tiers("int4", 1), format="kivi2")
