@@ -52,7 +52,8 @@ def to_float8(
     quotient = values / unit
     magnitude = jnp.abs(quotient)
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    normal = ((bits + (2**20 - 1 if up else 2**19)) >> 20) - (120 << 3)
+    half = 2**19 - 1 + ((bits >> 20) & 1)  # ties go to even codes
+    normal = ((bits + (2**20 - 1 if up else half)) >> 20) - (120 << 3)
     small = magnitude * 512
     small = (jnp.ceil(small) if up else jnp.round(small)).astype(jnp.int32)
     code = jnp.where(magnitude < 2.0**-6, small, normal)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.errors import KvjaxError
+from kvjax.formats.scales import to_float8
 from kvjax.pallas_kernels import low_bit_scores
 from kvjax.pallas_kernels.packed_bits import PLANES, pack, tokens_sharing_a_byte, unpack
 from kvjax.policies.mass import BLOCK_TOKENS, dot, group_rows, scaled, softmax_mass
@@ -294,13 +295,5 @@ def _to_float8(
     values: Float32[Array, "Hkv N D"], *, up: bool
 ) -> tuple[Float[Array, "Hkv N D"], Float32[Array, "Hkv N 1"]]:
     """Values as float8_e4m3fn times one power of two a row; `up` rounds towards plus infinity."""
-    greatest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-    _, exponent = jnp.frexp(jnp.maximum(greatest, 1e-30))  # greatest < 2 ** exponent
-    unit = jnp.exp2((exponent - 8).astype(jnp.float32))  # so that the quotients are below 256
-    quotient = values / unit
-    rounded = quotient.astype(jnp.float8_e4m3fn)
-    if up:
-        bits = lax.bitcast_convert_type(rounded, jnp.uint8)
-        following = lax.bitcast_convert_type(bits + jnp.uint8(1), jnp.float8_e4m3fn)
-        rounded = jnp.where(rounded.astype(jnp.float32) < quotient, following, rounded)
-    return rounded, unit
+    rounded, unit = to_float8(values[:, :, None], up=up)
+    return rounded[:, :, 0], unit[:, :, 0]
