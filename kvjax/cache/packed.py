@@ -1,8 +1,9 @@
-"""Tokens of a layer whose full pages are packed: the newest as they are, older ones encoded once.
+"""Tokens of a layer whose full pages are packed: some as they are, the others encoded once.
 
 A page is encoded when it leaves the newest R tokens of its sequence, R being the format's
-`recent`. When that is, is a rule of positions alone (`encoded_before`), so that the same pages
-hold the same codes whether tokens came in chunks or one by one, and in whatever batch.
+`recent`; the first tokens, as many as the format's `sinks` say, never are. When that is, is a rule
+of positions alone (`encoded_before`), so that the same pages hold the same codes whether tokens
+came in chunks or one by one, and in whatever batch.
 """
 
 import dataclasses
@@ -20,18 +21,22 @@ from kvjax.pallas_kernels.residual import encoded_before
 
 
 def encoded_lengths(cache: PagedKVCache) -> Int32[Array, " B"]:
-    """Tokens of each sequence that are encoded, in layers that have a format."""
+    """Where the tokens end that are encoded in layers that have a format, in each sequence.
+
+    They begin after the sinks; where this is not past those, nothing is encoded.
+    """
     return encoded_before(cache.lengths, cache.recent_tokens, cache.page_size)
 
 
-def recent_slots(cache: PagedKVCache) -> tuple[Int32[Array, "B R"], Bool[Array, "B R"]]:
+def recent_slots(cache: PagedKVCache) -> tuple[Int32[Array, "B S"], Bool[Array, "B S"]]:
     """Which token of its sequence each row of `recent` holds, and whether that token counts.
 
     Returns:
-      The token's slot, int32 [B, R], and false where it is encoded, or no token is.
+      The token's slot, int32 [B, S + R], and false where it is encoded, or no token is.
     """
-    slots = _newest_slots(cache.lengths, cache.recent_tokens)
-    return slots, slots >= encoded_lengths(cache)[:, None]
+    slots = _slots_of_rows(cache, cache.lengths)
+    is_sink = jnp.arange(slots.shape[1], dtype=jnp.int32)[None, :] < cache.sink_tokens
+    return slots, (slots >= 0) & (is_sink | (slots >= encoded_lengths(cache)[:, None]))
 
 
 def encode_due(cache: PagedKVCache, active: Bool[Array, " B"]) -> PagedKVCache:
@@ -52,7 +57,7 @@ def encode_due(cache: PagedKVCache, active: Bool[Array, " B"]) -> PagedKVCache:
     column = jnp.minimum(before // size, cache.max_pages - 1)
     page = jnp.take_along_axis(cache.block_tables, column[:, None], axis=1)[:, 0]
     due = active & (encoded_before(cache.lengths + 1, room, size) > before)
-    due &= page < cache.num_pages
+    due &= (page < cache.num_pages) & (before >= cache.sink_tokens)
     (rows,) = jnp.nonzero(due, size=cache.batch)
 
     def encode_row(i: Int32[Array, ""], pools: tuple[PackedPages, ...]) -> tuple[PackedPages, ...]:
@@ -61,7 +66,7 @@ def encode_due(cache: PagedKVCache, active: Bool[Array, " B"]) -> PagedKVCache:
         filled = list(pools)
         for packing, members in _alike(cache, layers):
             rings = [_rings(cache)[member] for member in members]
-            at = (row, before[row] % room, 0, 0)
+            at = (row, cache.recent_row(before[row]), 0, 0)
             pages = [lax.dynamic_slice(x, at, (1, size, *x.shape[2:])) for x in rings]
             stacked = jnp.concatenate(pages).swapaxes(1, 2)
             packed = packing.encode(stacked, jnp.broadcast_to(position, (len(members),)))
@@ -94,7 +99,7 @@ def put_token(
     """
     recent, _ = _of(cache, layer)
     row = jnp.where(active, jnp.arange(cache.batch, dtype=jnp.int32), cache.batch)
-    at = (row, cache.lengths % recent.keys.shape[1])
+    at = (row, cache.recent_row(cache.lengths))
 
     def written(ring: Array, new: Array) -> Array:
         return ring.at[at].set(new.astype(ring.dtype), mode="drop")
@@ -121,7 +126,8 @@ def put_chunk(
       ok: whether to store anything.
     """
     recent, chosen = _of(cache, layer)
-    size, room, tokens = cache.page_size, recent.keys.shape[1], keys.shape[0]
+    size, room, tokens = cache.page_size, cache.recent_tokens, keys.shape[0]
+    rows = recent.keys.shape[1]
     starts, counts = cu_lengths[:-1], jnp.where(ok, jnp.diff(cu_lengths), 0)
     before = encoded_before(cache.lengths, room, size)
     after = encoded_before(cache.lengths + counts, room, size)
@@ -138,10 +144,11 @@ def put_chunk(
     held = slot < cache.lengths[row][:, None]
     source = jnp.where(
         held,
-        row[:, None] * room + slot % room,
-        cache.batch * room + starts[row][:, None] + slot - cache.lengths[row][:, None],
+        row[:, None] * rows + cache.recent_row(slot),
+        cache.batch * rows + starts[row][:, None] + slot - cache.lengths[row][:, None],
     )
     column = jnp.minimum(first // size, cache.max_pages - 1)
+    due &= first >= cache.sink_tokens
     page = jnp.where(due, cache.block_tables[row, column], cache.num_pages)
 
     def pages_of(ring: Array, new: Array) -> Array:
@@ -154,7 +161,7 @@ def put_chunk(
         chosen.values.encode(pages_of(recent.values, values), position),
     )
     pools = put_packed(_pools(cache, layer), packed, page)
-    slots = _newest_slots(cache.lengths + counts, room)
+    slots = _slots_of_rows(cache, cache.lengths + counts)
     is_new = slots >= cache.lengths[:, None]
     at = starts[:, None] + slots - cache.lengths[:, None]
 
@@ -166,11 +173,16 @@ def put_chunk(
     return _with(with_layer(cache, layer, *pools), layer, newest)
 
 
-def _newest_slots(lengths: Int32[Array, " B"], room: int) -> Int32[Array, "B R"]:
-    """The newest slot that falls to each row of a ring; negative where there is none."""
-    row = jnp.arange(room, dtype=jnp.int32)[None, :]
+def _slots_of_rows(cache: PagedKVCache, lengths: Int32[Array, " B"]) -> Int32[Array, "B S"]:
+    """The newest slot that falls to each row of `recent`; negative where there is none."""
+    sinks, room = cache.sink_tokens, cache.recent_tokens
     last = lengths[:, None] - 1
-    return last - (last - row) % room
+    first = jnp.arange(sinks, dtype=jnp.int32)[None, :]
+    row = jnp.arange(room, dtype=jnp.int32)[None, :]
+    newest = last - (last - row) % room
+    return jnp.concatenate(
+        [jnp.where(first <= last, first, -1), jnp.where(newest < sinks, -1, newest)], axis=1
+    )
 
 
 def _of(cache: PagedKVCache, layer: int) -> tuple[Recent, LayerFormat]:

@@ -160,10 +160,10 @@ def gather(
         rows = pool.at[cache.block_tables].get(mode="clip")  # [B, M, Hkv, P, D]
         rows = rows.transpose(0, 1, 3, 2, 4).reshape(cache.batch, slots.size, *pool.shape[1::2])
         if recent is not None and cache.format is not None:
-            room = recent.shape[1]
-            encoded = encoded_before(cache.lengths, room, cache.page_size)
-            newest = recent[:, slots % room].astype(rows.dtype)
-            rows = jnp.where((slots[None, :] >= encoded[:, None])[:, :, None, None], newest, rows)
+            encoded = encoded_before(cache.lengths, cache.recent_tokens, cache.page_size)
+            kept = (slots[None, :] >= encoded[:, None]) | (slots < cache.sink_tokens)[None, :]
+            newest = recent[:, cache.recent_row(slots)].astype(rows.dtype)
+            rows = jnp.where(kept[:, :, None, None], newest, rows)
         return jnp.where(valid[:, :, None, None], rows, jnp.zeros((), pool.dtype))
 
     newest = cache.recent[layer]

@@ -33,10 +33,13 @@ Integers = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recent:
-    """The newest tokens of each sequence in a layer whose older ones are packed."""
+    """The tokens of each sequence that are as they were made, where others are packed.
 
-    keys: Float[Array, "B R Hkv D"]
-    values: Float[Array, "B R Hkv Dv"]
+    S sinks, then the R newest: see `PagedKVCache.recent_row`.
+    """
+
+    keys: Float[Array, "B S+R Hkv D"]
+    values: Float[Array, "B S+R Hkv Dv"]
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +49,9 @@ class PagedKVCache:
 
     A page id names the same page in every layer. A page that several sequences hold is read-only;
     only a sequence's last page, held by it alone, is written. A layer with a format has packed
-    pools, whose pages are written once, each when it leaves the sequence's newest tokens; those
-    stand in `recent`, as the model made them, the token of slot s in row s % R. Update the cache
-    with the functions of this package, or with `dataclasses.replace`; donate it to a jitted
+    pools, whose pages are written once, each when it leaves the sequence's newest tokens; those,
+    and the first if the format says so, stand in `recent` as the model made them. Update the
+    cache with the functions of this package, or with `dataclasses.replace`; donate it to a jitted
     function and the pools are updated in place.
     """
 
@@ -58,14 +61,32 @@ class PagedKVCache:
     lengths: Int32[Array, " B"]  # tokens written, a sequence
     skipped: Int32[Array, " B"]  # tokens before the last that are not here: position = slot + this
     page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
-    recent: tuple[Recent | None, ...]  # one layer's newest tokens; None where pools are plain
+    recent: tuple[Recent | None, ...]  # one layer's sinks and newest; None where pools are plain
     spec: KVSpec = dataclasses.field(metadata={"static": True})
     format: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def recent_tokens(self) -> int:
-        """R: most tokens of a sequence that are not encoded, in layers that have a format."""
-        return next(recent.keys.shape[1] for recent in self.recent if recent is not None)
+        """R: most newest tokens of a sequence that are not encoded, in layers with a format."""
+        rows = next(recent.keys.shape[1] for recent in self.recent if recent is not None)
+        return rows - self.sink_tokens
+
+    @property
+    def sink_tokens(self) -> int:
+        """S: first tokens of a sequence that are never encoded, in layers with a format."""
+        if self.format is None:
+            return 0
+        # A last page always has room among the newest.
+        return min(self.format.sink_tokens(self.page_size), (self.max_pages - 1) * self.page_size)
+
+    def recent_row(self, slots: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """The row of `recent` where the token of a slot stands, while it is not encoded.
+
+        Args:
+          slots: int32, of any shape.
+        """
+        sinks = self.sink_tokens
+        return jnp.where(slots < sinks, slots, sinks + slots % self.recent_tokens)
 
     @property
     def num_pages(self) -> int:
@@ -188,8 +209,9 @@ def init(
             newest = None
         else:
             # No more than a sequence can have: then nothing of it is ever encoded.
-            rows = (batch, min(format.recent(page_size), max_pages * page_size), heads)
-            newest = Recent(*(jnp.zeros((*rows, dim), dtype) for dim in dims))
+            rows = min(format.recent(page_size), max_pages * page_size)
+            rows += min(format.sink_tokens(page_size), (max_pages - 1) * page_size)
+            newest = Recent(*(jnp.zeros((batch, rows, heads, dim), dtype) for dim in dims))
             packings = zip((packed.keys, packed.values), dims, strict=True)
             pools = [empty_pages(p, num_pages, heads, page_size, d) for p, d in packings]
         k_pages.append(pools[0])

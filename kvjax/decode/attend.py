@@ -84,16 +84,16 @@ def _attend_pages(
 ) -> AttentionOutput:
     """Attend to what stands in pages: all tokens, or those that are encoded."""
     keys, values = cache.k_pages[layer], cache.v_pages[layer]
-    if not isinstance(keys, PackedPages) or not isinstance(values, PackedPages):
-        encoded = lengths
-    else:
-        encoded = jnp.where(active, encoded_lengths(cache), 0)
+    tables, encoded = cache.block_tables, lengths
+    if isinstance(keys, PackedPages) and isinstance(values, PackedPages):
+        tables, lengths = _after_sinks(cache, lengths)
+        _, encoded = _after_sinks(cache, jnp.where(active, encoded_lengths(cache), 0))
         if cache.format is not None and cache.format.products == "float8":
             return float8_paged_attention(
                 q,
                 keys,
                 values,
-                cache.block_tables,
+                tables,
                 encoded,
                 scale=config.scale(layer),
                 implementation=implementation,
@@ -102,7 +102,7 @@ def _attend_pages(
         q,
         keys,
         values,
-        cache.block_tables,
+        tables,
         encoded,
         scale=config.scale(layer),
         window=config.layers[layer].window,
@@ -110,6 +110,18 @@ def _attend_pages(
         query_positions=lengths,
         implementation=implementation,
     )
+
+
+def _after_sinks(
+    cache: PagedKVCache, lengths: Int32[Array, " B"]
+) -> tuple[Int32[Array, "B M"], Int32[Array, " B"]]:
+    """Sequences without their sinks: the tables of what is behind those, and lengths.
+
+    What pages hold of sinks is never written nor read. Attention is of positions relative to the
+    query's, so that all can be counted from the first token behind them.
+    """
+    sinks = cache.sink_tokens
+    return cache.block_tables[:, sinks // cache.page_size :], jnp.maximum(lengths - sinks, 0)
 
 
 def _as_kept(
@@ -192,12 +204,15 @@ def chunk_attend(
             state = put_chunk(state, layer, k, v, cu_lengths, stores)
         else:
             state = write(state, layer, k, v, slots)
+        tables, lengths = state.block_tables, kv_lengths
+        if packed:
+            tables, lengths = _after_sinks(state, kv_lengths)
         result = ragged_paged_attention(
             q,
             state.k_pages[layer],
             state.v_pages[layer],
-            state.block_tables,
-            kv_lengths,
+            tables,
+            lengths,
             cu_lengths,
             scale=config.scale(layer),
             window=config.layers[layer].window,
@@ -207,7 +222,7 @@ def chunk_attend(
         )
         if packed:
             chunk = Chunk(sequences, indices, k, v)
-            result = merged(result, attend_chunk(config, before, layer, q, chunk))
+            result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
     return attend

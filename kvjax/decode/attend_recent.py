@@ -1,4 +1,4 @@
-"""Attention to a sequence's newest tokens, which stand beside its packed pages as they are."""
+"""Attention to a sequence's tokens that stand beside its packed pages as they are."""
 
 from typing import NamedTuple
 
@@ -58,37 +58,32 @@ class Chunk(NamedTuple):
 def attend_chunk(
     config: ModelConfig,
     cache: PagedKVCache,
+    stored: PagedKVCache,
     layer: int,
     q: Float[Array, "T Hq D"],
     chunk: Chunk,
 ) -> AttentionOutput:
     """Attend a chunk's queries to the tokens that were not encoded when each query came.
 
-    These are at most R before the query, of the chunk itself or of what stood in `recent`, and the
-    query's own.
+    These are at most R before the query, of the chunk itself or of what stood in `recent`, the
+    query's own, and the sinks.
 
     Args:
       config: the model's.
       cache: the cache before the chunk.
+      stored: the cache with the chunk's tokens of this layer stored.
       layer: one that has a format.
       q: [T, Hq, D].
       chunk: the chunk's keys and values, as the cache keeps them.
     """
-    recent = cache.recent[layer]
-    assert recent is not None
-    batch, room = recent.keys.shape[:2]
+    batch, room, sinks = cache.batch, cache.recent_tokens, cache.sink_tokens
     tokens, size = q.shape[0], cache.page_size
     window = config.layers[layer].window
-    ring_slots, ring_counts = recent_slots(cache)
-    ring_rows = jnp.repeat(
-        jnp.arange(batch, dtype=jnp.int32), room, total_repeat_length=batch * room
-    )
-    ring = Chunk(
-        jnp.where(ring_counts.reshape(-1), ring_rows, batch),
-        ring_slots.reshape(-1),
-        recent.keys.reshape(batch * room, *recent.keys.shape[2:]),
-        recent.values.reshape(batch * room, *recent.values.shape[2:]),
-    )
+    slots, counts = (x[:, sinks:] for x in recent_slots(cache))
+    newest = _rows(cache, layer, slice(sinks, None), jnp.where(counts, slots, -1))
+    first = jnp.arange(sinks, dtype=jnp.int32)[None, :]
+    firsts = _rows(stored, layer, slice(sinks), jnp.broadcast_to(first, (batch, sinks)))
+    held = Chunk(*(jnp.concatenate(pair) for pair in zip(newest, firsts, strict=True)))
     block = min(QUERY_BLOCK, tokens)
     blocks = -(-tokens // block)
     after = blocks * block - tokens
@@ -98,7 +93,10 @@ def attend_chunk(
         rest = [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, [(before, after), *rest], constant_values=fill)
 
-    # A query's sequence is contiguous in the chunk, so what it sees of it is just before it.
+    # A query's sequence is contiguous in the chunk, so what it sees of it is just before it; but
+    # for sinks, which `stored` has.
+    column = jnp.arange(batch * (room + sinks) + room + block, dtype=jnp.int32)
+    is_sink = (column >= batch * room) & (column < batch * (room + sinks))
     behind = Chunk(
         *(padded(x, room, fill) for x, fill in zip(chunk, (batch, -1, 0, 0), strict=True))
     )
@@ -110,13 +108,14 @@ def attend_chunk(
             return jax.lax.dynamic_slice_in_dim(x, index * block + room - before, count)
 
         own = Chunk(*(near(x, room, room + block) for x in behind))
-        keys = Chunk(*(jnp.concatenate(pair) for pair in zip(ring, own, strict=True)))
+        keys = Chunk(*(jnp.concatenate(pair) for pair in zip(held, own, strict=True)))
         sequence, slot = near(behind.sequences, 0, block), near(behind.slots, 0, block)
-        first = encoded_before(slot, room, size)
-        if window is not None:
-            first = jnp.maximum(first, slot - window + 1)
+        first = jnp.maximum(encoded_before(slot, room, size), sinks)
         seen = (sequence[:, None] == keys.sequences[None, :]) & (sequence < batch)[:, None]
-        seen &= (keys.slots[None, :] >= first[:, None]) & (keys.slots[None, :] <= slot[:, None])
+        seen &= (keys.slots[None, :] >= first[:, None]) | is_sink[None, :]
+        seen &= keys.slots[None, :] <= slot[:, None]
+        if window is not None:
+            seen &= keys.slots[None, :] > slot[:, None] - window
         return _attend(config, layer, queries, keys.keys, keys.values, seen)
 
     out = jax.lax.map(attend_block, (jnp.arange(blocks, dtype=jnp.int32), queries))
@@ -125,6 +124,16 @@ def attend_chunk(
         out.out.reshape(blocks * block, heads, -1)[:tokens],
         out.lse.reshape(blocks * block, heads)[:tokens],
     )
+
+
+def _rows(cache: PagedKVCache, layer: int, rows: slice, slots: Int32[Array, "B n"]) -> Chunk:
+    """Some rows of every sequence's `recent`, as a chunk; slots below 0 are of no token."""
+    recent = cache.recent[layer]
+    assert recent is not None
+    row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
+    sequences = jnp.where(slots < 0, cache.batch, row).reshape(-1)
+    flat = (x[:, rows].reshape(-1, *x.shape[2:]) for x in (recent.keys, recent.values))
+    return Chunk(sequences, slots.reshape(-1), *flat)
 
 
 def _attend(

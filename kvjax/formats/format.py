@@ -75,6 +75,8 @@ class Format:
       values: how values are packed.
       residual: newest tokens that stay as they are, rounded up to whole pages, at least one (KIVI,
         arXiv:2402.02750, section 3.3).
+      sinks: first tokens that do too, rounded up to whole pages. Much attention goes to them, and
+        their keys and values are unlike all others (KVQuant, arXiv:2401.18079, section 3.5).
       skip_layers: layers that are stored as they are; a negative one counts from the last.
       skip_windows: whether layers with a sliding window are too: they read few tokens.
       layers: packings of single layers that take the place of `keys` and `values`, each with its
@@ -91,6 +93,7 @@ class Format:
     keys: PagePacking
     values: PagePacking
     residual: int = 0
+    sinks: int = 0
     skip_layers: tuple[int, ...] = ()
     skip_windows: bool = True
     layers: tuple[tuple[int, LayerFormat], ...] = ()
@@ -101,6 +104,7 @@ class Format:
         if self.products not in ("float32", "float8"):
             raise KvjaxError(f"products is {self.products!r}: must be 'float32' or 'float8'")
         check_integer("residual", self.residual, 0)
+        check_integer("sinks", self.sinks, 0)
         try:
             skipped = tuple(
                 int(check_integer("skip_layers", x, -(2**31))) for x in self.skip_layers
@@ -130,6 +134,14 @@ class Format:
           page_size: tokens a page.
         """
         return max(1, -(-self.residual // page_size)) * page_size
+
+    def sink_tokens(self, page_size: int) -> int:
+        """First tokens of a sequence that stay as they are: whole pages.
+
+        Args:
+          page_size: tokens a page.
+        """
+        return -(-self.sinks // page_size) * page_size
 
     def layer(self, spec: KVSpec, index: int) -> LayerFormat | None:
         """How a layer's pages are packed; None if they are not.

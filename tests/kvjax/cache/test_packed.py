@@ -33,6 +33,7 @@ FORMATS = {
     "int4": int4(),
     "fp8": float8(),
     "int8, newest 19 tokens": dataclasses.replace(int8(), residual=PAGE + 3),
+    "int4, first 17 tokens": dataclasses.replace(int4(), sinks=PAGE + 1),
 }
 CHUNK = 48
 """Tokens of a chunk, padding included, so that one program serves all."""
@@ -108,6 +109,8 @@ def expected(format, layer, rows, tokens):
         first = jnp.arange(len(pages), dtype=jnp.int32) * PAGE
         old = packing.encode(pages, first).values() if encoded else pages
         old = np.asarray(old, np.float32).swapaxes(1, 2).reshape(encoded, *x.shape[1:])
+        sinks = min(format.sink_tokens(PAGE), encoded)
+        old = np.concatenate([np.asarray(x[:sinks], np.float32), old[sinks:]])
         out.append(np.concatenate([old, np.asarray(x[encoded:tokens], np.float32)]))
     return out
 
@@ -185,7 +188,7 @@ def test_kivi_takes_what_its_paper_says():
 
 
 def test_a_fork_shares_codes_and_copies_what_is_newest():
-    format, given = int4(), rows(60)
+    format, given = dataclasses.replace(int4(), sinks=1), rows(60)
     cache, _ = do_append(empty(format, batch=2), *cut(given, 0, 41), starts(41, 0))
     forked, reservation = quick(fork)(cache, 0, 1)
     assert bool(reservation.ok)

@@ -22,6 +22,11 @@ PAGE, TOKENS = 16, 150
 CASES = {
     "int4": ("llama", int4()),
     "a window, a soft cap": ("gemma", dataclasses.replace(int8(), skip_windows=False)),
+    "the first 20 tokens as they are": ("llama", dataclasses.replace(int4(), sinks=20)),
+    "a window, and the first page": (
+        "gemma",
+        dataclasses.replace(int8(), skip_windows=False, sinks=1),
+    ),
     "newest 35 tokens, a layer skipped": (
         "groups_of_3",
         dataclasses.replace(float8(), residual=35, skip_layers=(0,)),
@@ -38,6 +43,7 @@ def oracle(of, format, ids):
         positions = jnp.arange(len(ids), dtype=jnp.int32)
         first = jnp.arange(0, len(ids), PAGE, dtype=jnp.int32)
         limit = encoded_before(positions, format.recent(PAGE), PAGE)
+        sinks = format.sink_tokens(PAGE)
         seen = positions[None] <= positions[:, None]
 
         def unpacked(packing, x):
@@ -49,7 +55,8 @@ def oracle(of, format, ids):
             old = (k, v)
             if chosen is not None:
                 old = unpacked(chosen.keys, k), unpacked(chosen.values, v)
-            packed = (positions[None] < limit[:, None])[None, None]
+            packed = (positions[None] < limit[:, None]) & (positions[None] >= sinks)
+            packed = packed[None, None]
             visible = seen
             if window is not None:
                 visible = seen & (positions[None] > positions[:, None] - window)
@@ -131,9 +138,9 @@ def test_what_is_not_finite_stays_in_its_sequence():
     slots = jnp.asarray([0, 1, 2, 3] * 2, jnp.int32)
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(8, n, 8)), jnp.float32) for n in (4, 2, 2))
-    clean = attend_chunk(of.config, cache, 0, q, Chunk(sequences, slots, k, v)).out
+    clean = attend_chunk(of.config, cache, cache, 0, q, Chunk(sequences, slots, k, v)).out
     bad = Chunk(sequences, slots, k, v.at[1, 0, 3].set(jnp.inf))
-    out = attend_chunk(of.config, cache, 0, q, bad).out
+    out = attend_chunk(of.config, cache, cache, 0, q, bad).out
     np.testing.assert_array_equal(out[4:], clean[4:])
     np.testing.assert_array_equal(out[0], clean[0])
     assert np.isnan(out[1:4, :2]).all()  # heads of the first KV head
@@ -157,7 +164,10 @@ def test_a_layer_has_a_packing_of_its_own():
 def test_a_stream_is_what_one_program_draws(length):
     """Prompts shorter than the newest tokens that stay, too."""
     of, ids = model("llama"), prompt(length, 1)
-    for format in (int4(), dataclasses.replace(int8(), residual=200)):
+    for format in (
+        dataclasses.replace(int4(), sinks=20),
+        dataclasses.replace(int8(), residual=200),
+    ):
         options = {"max_new_tokens": 5, "cache": CacheConfig(format=format), "stop_at_eos": False}
         events = list(stream(of, ids, **options))
         assert [event.token for event in events] == generate(of, ids, **options).tokens[0]
