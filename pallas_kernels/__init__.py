@@ -1,6 +1,16 @@
 """Attention kernels over paged KV caches: one folder an operation, one file a backend."""
 
 from kvjax.pallas_kernels.float8_attention import float8_paged_attention
+from kvjax.pallas_kernels.latent_attention import (
+    LatentDims,
+    LatentForms,
+    TokenPages,
+    absorbed_or_expanded,
+    latent_attention,
+    pages_of_tokens,
+    ragged_latent_attention,
+    sparse_latent_attention,
+)
 from kvjax.pallas_kernels.low_bit_scores import low_bit_scores
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -27,20 +37,28 @@ __all__ = [
     "AttentionOutput",
     "Implementation",
     "KeyPool",
+    "LatentDims",
+    "LatentForms",
     "PackedPages",
     "Selection",
+    "TokenPages",
     "ValuePool",
+    "absorbed_or_expanded",
     "check_page_lists",
     "check_ragged",
     "check_tables",
     "encoded_before",
     "float8_paged_attention",
+    "latent_attention",
     "low_bit_scores",
     "merge_attention",
     "page_scores",
     "paged_attention",
+    "pages_of_tokens",
+    "ragged_latent_attention",
     "ragged_paged_attention",
     "select_pages",
+    "sparse_latent_attention",
     "sparse_paged_attention",
     "supported",
     "target_platform",

@@ -54,6 +54,7 @@ def attend_blocks(
     soft_cap: float | None,
     sink_logits: Float[Array, "Hq"] | None,
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
 ) -> AttentionOutput:
     """Attend one query a sequence to the blocks of a plan.
 
@@ -68,6 +69,7 @@ def attend_blocks(
         soft_cap: bound of the scores, or None.
         sink_logits: [Hq] or None.
         page_stats: whether to return page statistics, [B, Hq, J * pages].
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
 
     Returns:
         The `AttentionOutput`, T = B.
@@ -78,6 +80,8 @@ def attend_blocks(
     pages = plan.pages.shape[2] if page_stats else 1
     f32 = jnp.float32
     grouped = q.astype(f32).reshape(batch, kv_heads, groups, head_dim)
+    if value_q is not None:
+        value_q = value_q.astype(f32).reshape(batch, kv_heads, groups, -1)
 
     def visit(i: Int32[Array, ""], partials: _Partials) -> _Partials:
         row, column = plan.row[i], plan.column[i]
@@ -85,6 +89,8 @@ def attend_blocks(
         k = gather_heads(k_pages, plan.pages[i]).astype(f32)
         v = gather_heads(v_pages, plan.pages[i]).astype(f32)
         s = scores_of(grouped[row], k, scale, soft_cap)
+        if value_q is not None:
+            s += scores_of(value_q[row], v, scale, None)
         s = jnp.where(seen[:, None, :], s, -jnp.inf)
         by_page = s.reshape(kv_heads, groups, pages, -1)
         top = by_page.max(axis=3)

@@ -18,6 +18,7 @@ Operation = Literal[
     "page_scores",
     "low_bit_scores",
     "float8_paged_attention",
+    "latent_attention",
 ]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
@@ -27,6 +28,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 TPU_HEAD_DIMS = (64, 80, 128, 256)
 TPU_DTYPES = ("float32", "bfloat16")
 GPU_MAX_HEAD_DIM = 256
+# Position keys and latents are as wide as the model has them, up to these, on TPU and GPU.
+MAX_ROPE_DIM, MAX_LATENT_DIM = 256, 512
 
 
 def target_platform() -> str:
@@ -65,8 +68,8 @@ def supported(
         op: the operation.
         implementation: one of `IMPLEMENTATIONS`.
         platform: "cpu", "tpu" or "gpu"; None means where a call made now would run.
-        head_dim: width of a query and of a key.
-        v_head_dim: width of a value; None means `head_dim`.
+        head_dim: width of a query and of a key; of a position key, where there are latents.
+        v_head_dim: width of a value, or of a latent; None means `head_dim`.
         page_size: tokens a page, where pages are read.
         dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
             where keys are low-bit or pages are packed.
@@ -94,9 +97,12 @@ def supported(
             if unread is not None:
                 return unread
     if implementation == "tpu":
-        return _tpu(platform, head_dim, v_head_dim, page_size, jnp.dtype(dtype).name)
+        widths = _latent_widths if op == "latent_attention" else _tpu_widths
+        refused = widths(head_dim, v_head_dim)
+        return refused or _tpu(platform, page_size, jnp.dtype(dtype).name)
     if implementation == "gpu":
-        return _gpu(platform, head_dim, v_head_dim)
+        widths = _latent_widths if op == "latent_attention" else _gpu_widths
+        return widths(head_dim, v_head_dim) or _gpu(platform)
     return None
 
 
@@ -165,10 +171,24 @@ def _unread_by_kernels(pool: PackedPages) -> str | None:
     return None
 
 
-def _tpu(platform: str, head_dim: int, v_head_dim: int, page_size: int, dtype: str) -> str | None:
+def _latent_widths(rope_dim: int, latent_dim: int) -> str | None:
+    for name, width, most in (
+        ("a position key", rope_dim, MAX_ROPE_DIM),
+        ("a latent", latent_dim, MAX_LATENT_DIM),
+    ):
+        if width > most:
+            return f"{name} has {width} elements and the kernels take at most {most}"
+    return None
+
+
+def _tpu_widths(head_dim: int, v_head_dim: int) -> str | None:
     for name, width in (("head_dim", head_dim), ("the values' head_dim", v_head_dim)):
         if width not in TPU_HEAD_DIMS:
             return f"{name} is {width} and the Mosaic kernel takes {_listed(TPU_HEAD_DIMS)}"
+    return None
+
+
+def _tpu(platform: str, page_size: int, dtype: str) -> str | None:
     if page_size % 8:
         return f"page_size is {page_size} and the Mosaic kernel takes multiples of 8"
     if dtype not in TPU_DTYPES:
@@ -178,10 +198,14 @@ def _tpu(platform: str, head_dim: int, v_head_dim: int, page_size: int, dtype: s
     return None
 
 
-def _gpu(platform: str, head_dim: int, v_head_dim: int) -> str | None:
+def _gpu_widths(head_dim: int, v_head_dim: int) -> str | None:
     for name, width in (("head_dim", head_dim), ("the values' head_dim", v_head_dim)):
         if width > GPU_MAX_HEAD_DIM:
             return f"{name} is {width} and the Triton kernel takes at most {GPU_MAX_HEAD_DIM}"
+    return None
+
+
+def _gpu(platform: str) -> str | None:
     if platform not in ("gpu", "cuda"):
         return f"it needs an NVIDIA GPU and this program is for {platform}"
     return None

@@ -28,6 +28,7 @@ class Refs(NamedTuple):
         lse: [B, Hq].
         page_max: [B, Hq, M], or None for no statistics.
         page_sum: [B, Hq, M], or None for no statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
     """
 
     q: Any
@@ -38,6 +39,7 @@ class Refs(NamedTuple):
     lse: Any
     page_max: Any = None
     page_sum: Any = None
+    value_q: Any = None
 
 
 class Scoring(NamedTuple):
@@ -94,9 +96,13 @@ def walk_pages(
     column = jnp.arange(block_d, dtype=jnp.int32)
     v_column = jnp.arange(block_v, dtype=jnp.int32)
 
-    q_mask = held[:, None] & (column < head_dim)[None, :]
-    q = plgpu.load(refs.q.at[row, head[:, None], column[None, :]], mask=q_mask, other=0)
-    q = q.astype(jnp.float32) * scoring.scale
+    def load_queries(queries: Any, columns: Any) -> Any:
+        mask = held[:, None] & (columns < queries.shape[2])[None, :]
+        q = plgpu.load(queries.at[row, head[:, None], columns[None, :]], mask=mask, other=0)
+        return q.astype(jnp.float32) * scoring.scale
+
+    q = load_queries(refs.q, column)
+    value_q = None if refs.value_q is None else load_queries(refs.value_q, v_column)
 
     def load(pages: Any, page: Any, offset: Any, columns: Any, visible: Any) -> Any:
         """Read some slots of a page; hidden ones may lie outside the pool or hold NaN: 0."""
@@ -119,8 +125,10 @@ def walk_pages(
             scores = product(q, load(refs.k_pages, page, offset, column, visible), 1)
             if scoring.soft_cap is not None:
                 scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
-            scores = jnp.where(visible[None, :], scores, -jnp.inf)
             v = load(refs.v_pages, page, offset, v_column, visible)
+            if value_q is not None:
+                scores += product(value_q, v, 1)
+            scores = jnp.where(visible[None, :], scores, -jnp.inf)
             part_top = scores.max(axis=1)
             new_top = jnp.maximum(top, part_top)
             weights = jnp.exp(scores - _finite(new_top)[:, None])

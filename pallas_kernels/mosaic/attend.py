@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.pallas_kernels.mosaic.block import Masking
 from kvjax.pallas_kernels.mosaic.kernel import run_kernel
@@ -28,6 +28,8 @@ def attend_work(
     decode: bool,
     interpret: bool | pltpu.InterpretParams,
     page_tokens: Int32[Array, "B M"] | None = None,
+    value_q: Float[Array, "T Hq Dv"] | None = None,
+    chosen: Bool[Array, "B M P"] | None = None,
 ) -> AttentionOutput:
     """Lay queries out for the kernel, run it, and arrange what it wrote.
 
@@ -46,6 +48,9 @@ def attend_work(
         interpret: whether, and how, to interpret the kernel instead of compiling it.
         page_tokens: int32 [B, M], tokens that count of the pages past an item's `end_slot`; None
             means none.
+        value_q: [T, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
+        chosen: bool [B, M, P], which of the tokens that count do, where item b is row b of the
+            tables; None means all.
 
     Returns:
         The `AttentionOutput` without attention sinks; rows that the list does not know are empty.
@@ -72,6 +77,8 @@ def attend_work(
         decode=decode,
         interpret=interpret,
         page_tokens=page_tokens,
+        value_q=None if value_q is None else _to_rows(value_q, kv_heads, tiles),
+        chosen=None if chosen is None else _by_block(chosen, tiles.pages),
     )
     out, lse = _from_rows(written.out, written.lse, num_queries, group, tiles)
     if written.raw is None:
@@ -92,6 +99,15 @@ def _to_rows(q: Float[Array, "T Hq D"], kv_heads: int, tiles: Tiles) -> Float[Ar
     missing = blocks * tiles.tokens - num_queries
     q = jnp.pad(q, ((0, missing), (0, 0), (0, tiles.group - group), (0, 0)))
     return q.transpose(1, 0, 2, 3).reshape(kv_heads, blocks * tiles.rows, width)
+
+
+def _by_block(
+    chosen: Bool[Array, "B M P"], block_pages: int
+) -> Float32[Array, "B kv_blocks 1 slots"]:
+    """Lay a choice of tokens out block by block, a slot a lane."""
+    rows, width, page_size = chosen.shape
+    chosen = jnp.pad(chosen, ((0, 0), (0, -width % block_pages), (0, 0)))
+    return chosen.reshape(rows, -1, 1, block_pages * page_size).astype(jnp.float32)
 
 
 def _from_rows(

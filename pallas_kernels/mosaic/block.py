@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 from kvjax.pallas_kernels.mosaic.flash import Accumulators, attention_scores, visible_slots
 from kvjax.pallas_kernels.mosaic.statistics import StatisticsWriter
 from kvjax.pallas_kernels.mosaic.stream import PageStream
-from kvjax.pallas_kernels.mosaic.tiles import Tiles
+from kvjax.pallas_kernels.mosaic.tiles import LANES, Tiles
 from kvjax.pallas_kernels.mosaic.work import Scalar
 
 
@@ -48,6 +48,9 @@ class BlockFolder(NamedTuple):
         decode: whether no item is longer than a window of rows.
         page_tokens: flattened like the block tables, a ref in scalar memory: how many of the first
             slots of each page at or past an item's `end_slot` its queries see; None means none.
+        value_q: [Hkv, rows, Dv], a ref in VMEM: queries that score the values too, or None.
+        chosen: [2, 1, slots], a ref in VMEM: 0 for slots of the block that do not count; None means
+            that all do.
     """
 
     q: Any
@@ -60,6 +63,8 @@ class BlockFolder(NamedTuple):
     masking: Masking
     decode: bool
     page_tokens: Any = None
+    value_q: Any = None
+    chosen: Any = None
 
     def fold(self, item: Scalar, block: Scalar, buffer: Scalar) -> None:
         """Fold an item's block, which lies in `buffer`, into the item's rows.
@@ -108,7 +113,7 @@ class BlockFolder(NamedTuple):
         work = stream.work
         start = pl.multiple_of(piece * count, count)
         rows = pl.ds(start, count)
-        few = count == tiles.window_rows
+        few = count == tiles.window_rows < LANES
         kv_heads, pages, page_size, _ = self.keys.shape[1:]
         num_slots = pages * page_size
 
@@ -129,6 +134,10 @@ class BlockFolder(NamedTuple):
         )
         if self.page_tokens is not None:
             visible |= mine & (slots < self._listed_end(slots, item, block))
+        chosen = None if self.chosen is None else self.chosen[buffer]
+        if chosen is not None:
+            visible &= chosen > 0.0
+            chosen = chosen.T
 
         def per_head(head: Scalar, _: None) -> None:
             queries = self.q[head, rows]
@@ -136,8 +145,14 @@ class BlockFolder(NamedTuple):
             values = self.values[_half(self.values, buffer), head].reshape(num_slots, -1)
             if queries.dtype == jnp.float32:
                 values = values.astype(jnp.float32)
+            if chosen is not None:
+                kept = jnp.where(chosen > 0.0, values.astype(jnp.float32), 0.0)
+                values = kept.astype(values.dtype)
+            pairs = [(queries, keys)]
+            if self.value_q is not None:
+                pairs.append((self.value_q[head, rows], values))
             scores = attention_scores(
-                queries, keys, visible, scale=masking.scale, soft_cap=masking.soft_cap
+                pairs, visible, scale=masking.scale, soft_cap=masking.soft_cap
             )
             if writer is not None:
                 writer.scores[pl.ds(pl.multiple_of(head * count, count), count)] = scores

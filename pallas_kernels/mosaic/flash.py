@@ -1,5 +1,6 @@
 """One KV block folded into the running softmax of some rows (FlashAttention, arXiv:2205.14135)."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -84,15 +85,22 @@ class Accumulators(NamedTuple):
 
 
 def attention_scores(
-    q: Float[Array, "rows D"],
-    k: Float[Array, "slots D"],
+    pairs: Sequence[tuple[Array, Array]],
     visible: Bool[Array, "rows slots"],
     *,
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "rows slots"]:
-    """Score the slots of a block; `HIDDEN` where a row must not look, whatever the slot holds."""
-    scores = _dot(q, k, 1) * scale
+    """Score the slots of a block; `HIDDEN` where a row must not look, whatever the slot holds.
+
+    Args:
+        pairs: queries [rows, D] and what they score, [slots, D]; products add up.
+        visible: [rows, slots], what each row may see.
+        scale: factor of the scores.
+        soft_cap: bound of the scores, or None.
+    """
+    products = [_dot(q, k, 1) for q, k in pairs]
+    scores = sum(products[1:], products[0]) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     return jnp.where(visible, scores, HIDDEN)

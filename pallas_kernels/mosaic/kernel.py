@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.pallas_kernels.mosaic.block import BlockFolder, Masking
 from kvjax.pallas_kernels.mosaic.coding import Coding, Unpacker
@@ -48,6 +48,8 @@ def run_kernel(
     decode: bool,
     interpret: bool | pltpu.InterpretParams,
     page_tokens: Int32[Array, "B M"] | None = None,
+    value_q: Float[Array, "Hkv rows Dv"] | None = None,
+    chosen: Float32[Array, "W kv_blocks 1 slots"] | None = None,
 ) -> KernelOutput:
     """Run the kernel.
 
@@ -65,11 +67,14 @@ def run_kernel(
         interpret: whether, and how, to interpret the kernel instead of compiling it.
         page_tokens: int32 [B, M], tokens that count of the pages past an item's `end_slot`; None
             means none.
+        value_q: [Hkv, rows, Dv], queries that score the values too, or None.
+        chosen: float32 [W, kv_blocks, 1, slots], 0 for slots of an item's blocks that do not count;
+            None means that all do.
 
     Returns:
         The `KernelOutput`.
     """
-    kv_heads, rows, head_dim = q.shape
+    kv_heads, rows, _ = q.shape
     page_size, v_head_dim = values.page_shape
     blocks = rows // tiles.rows
     chunks = tiles.rows // tiles.chunk_rows
@@ -78,6 +83,8 @@ def run_kernel(
     f32 = jnp.float32
     sides = (keys, values)
     copied = tuple(side.copied for side in sides)
+    if chosen is not None:
+        copied += (Copied((), (), (chosen,)),)
 
     def per_block(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((kv_heads, tiles.rows, width), lambda i, *_: (0, i, 0))
@@ -111,11 +118,16 @@ def run_kernel(
     if page_tokens is not None:
         scalars.append(page_tokens.reshape(-1))
         name = "sparse_paged_attention"
+    queries = [q]
+    if value_q is not None:
+        queries.append(value_q)
+        name = name.replace("paged", "latent")
     body = functools.partial(
         _body,
         codings=(keys.coding, values.coding),
         tiles=tiles,
         masking=masking,
+        queries=len(queries),
         listed=page_tokens is not None,
         statistics=num_windows > 0,
         decode=decode,
@@ -125,7 +137,10 @@ def run_kernel(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(blocks,),
-            in_specs=[per_block(head_dim), jax.tree.map(lambda _: in_hbm, copied)],
+            in_specs=[
+                *(per_block(each.shape[2]) for each in queries),
+                jax.tree.map(lambda _: in_hbm, copied),
+            ],
             out_specs=out_specs,
             scratch_shapes=scratch_shapes,
         ),
@@ -137,7 +152,7 @@ def run_kernel(
         ),
         interpret=interpret,
         name=name,
-    )(*scalars, q, copied)
+    )(*scalars, *queries, copied)
     return KernelOutput(out, lse, raw[0] if raw else None)
 
 
@@ -167,6 +182,7 @@ def _body(
     codings: tuple[Coding | None, Coding | None],
     tiles: Tiles,
     masking: Masking,
+    queries: int,
     listed: bool,
     statistics: bool,
     decode: bool,
@@ -176,23 +192,35 @@ def _body(
     block_items, *left = refs
     work, tables, left = Work(*left[:num_work]), left[num_work], left[num_work + 1 :]
     page_tokens = left.pop(0) if listed else None
-    q, pools, out, lse, *left = left
+    (q, *value_q), left = left[:queries], left[queries:]
+    pools, out, lse, *left = left
     raw = left.pop(0) if statistics else None
     running, weighted, semaphores, buffers, unpacked, *left = left
     unpackers = [
         Unpacker(coding, *arrived, *places)
-        for coding, arrived, places in zip(codings, buffers, unpacked, strict=True)
+        for coding, arrived, places in zip(codings, buffers[:2], unpacked, strict=True)
         if coding is not None
     ]
     k_block, v_block = (
         arrived.pages[0] if places is None else places[1]
-        for arrived, places in zip(buffers, unpacked, strict=True)
+        for arrived, places in zip(buffers[:2], unpacked, strict=True)
     )
     writer = StatisticsWriter(raw, *left) if statistics else None
     stream = PageStream(work, tables, pools, buffers, semaphores)
     accumulators = Accumulators(running, weighted)
     folder = BlockFolder(
-        q, stream, k_block, v_block, accumulators, writer, tiles, masking, decode, page_tokens
+        q,
+        stream,
+        k_block,
+        v_block,
+        accumulators,
+        writer,
+        tiles,
+        masking,
+        decode,
+        page_tokens,
+        value_q=value_q[0] if value_q else None,
+        chosen=buffers[2].factors[0] if len(buffers) == 3 else None,
     )
     step = pl.program_id(0)
 

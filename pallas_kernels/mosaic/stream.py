@@ -33,15 +33,15 @@ class PageStream(NamedTuple):
     Attributes:
         work: the items, refs in scalar memory.
         tables: flattened block tables, a ref in scalar memory.
-        pools: of keys and of values, left in HBM.
-        buffers: of keys and of values, in VMEM.
+        pools: of keys, of values and of what else is copied by block, left in HBM.
+        buffers: of the same, in VMEM.
         semaphores: DMA semaphores [2, arrays]: of each buffer, of each array that is copied.
     """
 
     work: Work
     tables: Any
-    pools: tuple[Copied, Copied]
-    buffers: tuple[Copied, Copied]
+    pools: tuple[Copied, ...]
+    buffers: tuple[Copied, ...]
     semaphores: Any
 
     @property

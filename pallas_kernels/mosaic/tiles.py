@@ -51,6 +51,7 @@ def choose_tiles(
     kv_itemsize: int,
     out_itemsize: int,
     decode: bool,
+    scored_values: bool = False,
 ) -> Tiles:
     """Choose the sizes of a kernel.
 
@@ -69,6 +70,7 @@ def choose_tiles(
         kv_itemsize: bytes of an element of a KV block, unpacked.
         out_itemsize: bytes of an element that the kernel writes.
         decode: whether each sequence has one query.
+        scored_values: whether values are scored too, by queries of their own.
 
     Returns:
         The sizes.
@@ -77,7 +79,8 @@ def choose_tiles(
     window_rows = max(WINDOW_ROWS, group)
     most_chunk_rows = max(CHUNK_ROWS // window_rows, 1) * window_rows
     # Queries and outputs are double buffered by the pipeline; accumulators are float32.
-    row_bytes = 2 * q_itemsize * _lanes(head_dim) + 2 * out_itemsize * _lanes(v_head_dim)
+    q_lanes = _lanes(head_dim, v_head_dim) if scored_values else _lanes(head_dim)
+    row_bytes = 2 * q_itemsize * q_lanes + 2 * out_itemsize * _lanes(v_head_dim)
     row_bytes = kv_heads * (row_bytes + 4 * (LANES + _lanes(v_head_dim)))
     most_rows = DECODE_ROWS if decode else QUERY_BYTES // row_bytes
     wanted = _round_up(num_queries * group, window_rows)

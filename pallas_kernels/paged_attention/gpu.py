@@ -33,6 +33,7 @@ def paged_attention_gpu(
     soft_cap: float | None,
     query_positions: Int32[Array, "B"],
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
     interpret: bool = False,
 ) -> AttentionOutput:
     """Attend one query a sequence to its pages; the contract is that of `paged_attention`.
@@ -52,6 +53,7 @@ def paged_attention_gpu(
         soft_cap: bound of the scores, or None.
         query_positions: int32 [B], the position of each query.
         page_stats: whether to return page statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
         interpret: whether to run the kernel in Pallas' interpreter, on any platform.
 
     Returns:
@@ -65,6 +67,7 @@ def paged_attention_gpu(
         scoring=Scoring(scale, soft_cap, has_sink=sink_logits is not None),
         window=window,
         sink_tokens=sink_tokens,
+        scored_values=value_q is not None,
     )
     if sink_logits is None:
         sink_logits = jnp.zeros(query_heads, jnp.float32)
@@ -72,6 +75,9 @@ def paged_attention_gpu(
         jax.ShapeDtypeStruct((batch, query_heads, v_head_dim), q.dtype),
         jax.ShapeDtypeStruct((batch, query_heads), jnp.float32),
     ]
+    arrays = [q, k_pages, v_pages, block_tables, lengths, query_positions, sink_logits]
+    if value_q is not None:
+        arrays.append(value_q)
     if page_stats:
         shapes += [jax.ShapeDtypeStruct((batch, query_heads, width), jnp.float32)] * 2
     result = pl.pallas_call(
@@ -81,7 +87,7 @@ def paged_attention_gpu(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_attention",
-    )(q, k_pages, v_pages, block_tables, lengths, query_positions, sink_logits)
+    )(*arrays)
     return AttentionOutput(*result)
 
 
@@ -93,13 +99,14 @@ def _kernel(
     length_ref: Any,
     position_ref: Any,
     sink_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    *stats_refs: Any,
+    *refs: Any,
     scoring: Scoring,
     window: int | None,
     sink_tokens: int,
+    scored_values: bool,
 ) -> None:
+    value_q = refs[0] if scored_values else None
+    out_ref, lse_ref, *stats_refs = refs[scored_values:]
     row, kv_head = pl.program_id(0), pl.program_id(1)
     page_size = k_ref.shape[2]
     length, position = length_ref[row], position_ref[row]
@@ -122,5 +129,6 @@ def _kernel(
         end_page = pl.cdiv(end, page_size)
         if window is not None and sink_tokens == 0:
             first_page = jnp.maximum(position - window + 1, 0) // page_size
-    refs = Refs(q_ref, k_ref, v_ref, sink_ref, out_ref, lse_ref, *stats_refs)
-    walk_pages(refs, scoring, row, kv_head, page_of, visible_of, first_page, end_page)
+    read = Refs(q_ref, k_ref, v_ref, sink_ref, out_ref, lse_ref, *stats_refs)
+    read = read._replace(value_q=value_q)
+    walk_pages(read, scoring, row, kv_head, page_of, visible_of, first_page, end_page)

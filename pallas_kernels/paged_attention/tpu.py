@@ -29,6 +29,7 @@ def paged_attention_tpu(
     soft_cap: float | None,
     query_positions: Int32[Array, "B"],
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
     """Attend one query a sequence to its pages; the contract is that of `paged_attention`.
@@ -51,6 +52,7 @@ def paged_attention_tpu(
         soft_cap: bound of the scores, or None.
         query_positions: int32 [B], the position of each query.
         page_stats: whether to return page statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
 
     Returns:
@@ -72,6 +74,7 @@ def paged_attention_tpu(
         kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=True,
+        scored_values=value_q is not None,
     )
     most = rows_per_kernel(batch, width, -(-batch // tiles.tokens))
     parts = [
@@ -96,6 +99,7 @@ def paged_attention_tpu(
             out_dtype=out_dtype,
             decode=True,
             interpret=interpret,
+            value_q=None if value_q is None else value_q[start : start + most],
         )
         for start in range(0, batch, most)
     ]

@@ -29,6 +29,7 @@ def paged_attention_xla(
     soft_cap: float | None,
     query_positions: Int32[Array, "B"],
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
 ) -> AttentionOutput:
     """Attend one query a sequence to its pages; the contract is that of `paged_attention`.
 
@@ -45,6 +46,7 @@ def paged_attention_xla(
         soft_cap: bound of the scores, or None.
         query_positions: int32 [B], the position of each query.
         page_stats: whether to return page statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
 
     Returns:
         The `AttentionOutput`, T = B.
@@ -74,6 +76,7 @@ def paged_attention_xla(
         soft_cap=soft_cap,
         sink_logits=sink_logits,
         page_stats=page_stats,
+        value_q=value_q,
     )
     if result.page_max is None or result.page_sum is None:
         return result

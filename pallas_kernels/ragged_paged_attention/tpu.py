@@ -30,6 +30,7 @@ def ragged_paged_attention_tpu(
     soft_cap: float | None,
     page_stats: bool,
     residual: int | None = None,
+    value_q: Float[Array, "T Hq Dv"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
@@ -54,6 +55,7 @@ def ragged_paged_attention_tpu(
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
         residual: newest tokens that a query does not see here, or None.
+        value_q: [T, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
 
     Returns:
@@ -75,6 +77,7 @@ def ragged_paged_attention_tpu(
         kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=False,
+        scored_values=value_q is not None,
     )
     most = rows_per_kernel(batch, width, -(-num_queries // tiles.tokens))
     result = None
@@ -104,6 +107,7 @@ def ragged_paged_attention_tpu(
             out_dtype=out_dtype,
             decode=False,
             interpret=interpret,
+            value_q=value_q,
         )
         result = part if result is None else _where(work_list.is_query, part, result)
     assert result is not None

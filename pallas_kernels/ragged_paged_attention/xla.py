@@ -55,6 +55,7 @@ def ragged_paged_attention_xla(
     soft_cap: float | None,
     page_stats: bool,
     residual: int | None = None,
+    value_q: Float[Array, "T Hq Dv"] | None = None,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
 
@@ -72,11 +73,12 @@ def ragged_paged_attention_xla(
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
         residual: newest tokens that a query does not see here, or None.
+        value_q: [T, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
 
     Returns:
         The `AttentionOutput`, T = q.shape[0].
     """
-    _, kv_heads, page_size, head_dim = k_pages.shape
+    _, kv_heads, page_size, _ = k_pages.shape
     count, query_heads, _ = q.shape
     batch, width = block_tables.shape
     groups = query_heads // kv_heads
@@ -97,14 +99,15 @@ def ragged_paged_attention_xla(
     position = kv_lengths[known] - cu_q_lengths[1:][known] + row  # from the end of the sequence
     last = position if residual is None else encoded_before(position, residual, page_size) - 1
 
-    padded = jnp.pad(q.astype(f32), ((0, blocks * block - count), (0, 0), (0, 0)))
-    padded = padded.reshape(blocks, block, kv_heads, groups, head_dim)
-    padded = padded.transpose(0, 2, 1, 3, 4).reshape(blocks, kv_heads, rows, head_dim)
+    def by_block(q: Float[Array, "T Hq _"]) -> Float[Array, "blocks Hkv rows _"]:
+        padded = jnp.pad(q.astype(f32), ((0, blocks * block - count), (0, 0), (0, 0)))
+        padded = padded.reshape(blocks, block, kv_heads, groups, -1)
+        return padded.transpose(0, 2, 1, 3, 4).reshape(blocks, kv_heads, rows, -1)
 
     def attend_block(
-        inputs: tuple[Array, Array, Array, Array],
+        inputs: tuple[Array, Array | None, Array, Array, Array],
     ) -> AttentionOutput:
-        queries, owner, place, end = inputs
+        queries, value_queries, owner, place, end = inputs
         owners = jnp.repeat(owner, groups, total_repeat_length=rows)
         places = jnp.repeat(place, groups, total_repeat_length=rows)
         ends = jnp.repeat(end, groups, total_repeat_length=rows)
@@ -131,6 +134,8 @@ def ragged_paged_attention_xla(
                 # A slot that no row here may see can hold NaN, and 0 * NaN is NaN.
                 v = jnp.where(held[None, :, None], v, 0.0)
                 s = scores_of(queries, k, scale, soft_cap)
+                if value_queries is not None:
+                    s += scores_of(value_queries, v, scale, None)
                 s = jnp.where(visible[None], s, -jnp.inf)
                 return _update(running, mine, s, v, column * pages, pages if page_stats else 0)
 
@@ -152,7 +157,11 @@ def ragged_paged_attention_xla(
 
     done = lax.map(
         attend_block,
-        (padded, *(x.reshape(blocks, block) for x in (sequence, position, last))),
+        (
+            by_block(q),
+            None if value_q is None else by_block(value_q),
+            *(x.reshape(blocks, block) for x in (sequence, position, last)),
+        ),
     )
 
     def by_query(x: Array) -> Array:

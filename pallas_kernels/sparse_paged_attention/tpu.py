@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.mosaic.attend import attend_work
@@ -26,6 +26,8 @@ def sparse_paged_attention_tpu(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
+    chosen: Bool[Array, "B Hkv K P"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
     """Attend to the listed pages; the contract is that of `sparse_paged_attention`.
@@ -46,6 +48,8 @@ def sparse_paged_attention_tpu(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
+        chosen: bool [B, Hkv, K, P], which of the tokens that count do; None means all.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
 
     Returns:
@@ -67,15 +71,24 @@ def sparse_paged_attention_tpu(
         kv_itemsize=block_itemsize((k_pages, v_pages), q.dtype),
         out_itemsize=out_dtype.itemsize,
         decode=True,
+        scored_values=value_q is not None,
     )
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     ids = (page_ids * kv_heads + head).reshape(lists, width)
     tokens = page_tokens.reshape(lists, width)
+    if chosen is not None:
+        # The choice says what counts of a page; what is left to say is which pages are read.
+        slot = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+        chosen = chosen.reshape(lists, width, page_size) & (slot < tokens[..., None])
+        tokens = jnp.where(chosen.any(axis=2), page_size, 0)
     kind = jnp.where(tokens == page_size, 0, jnp.where(tokens > 0, 1, 2))
     order = jnp.argsort(kind, axis=1, stable=True).astype(jnp.int32)
     ids, tokens = (jnp.take_along_axis(each, order, axis=1) for each in (ids, tokens))
+    if chosen is not None:
+        chosen = jnp.take_along_axis(chosen, order[..., None], axis=1)
 
     rows = q.reshape(lists, group, head_dim)
+    value_rows = None if value_q is None else value_q.reshape(lists, group, v_head_dim)
     most = lists_per_kernel(lists, width, -(-lists // tiles.tokens))
     parts = [
         attend_work(
@@ -96,6 +109,8 @@ def sparse_paged_attention_tpu(
             out_dtype=out_dtype,
             decode=True,
             interpret=interpret,
+            value_q=None if value_rows is None else value_rows[start : start + most],
+            chosen=None if chosen is None else chosen[start : start + most],
         )
         for start in range(0, lists, most)
     ]

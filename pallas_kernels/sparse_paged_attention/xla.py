@@ -8,7 +8,7 @@ block leaves a partial softmax, as in `paged_attention`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax.pallas_kernels.block_walk import BLOCK_TOKENS, Plan, attend_blocks
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -29,6 +29,8 @@ def sparse_paged_attention_xla(
     sink_logits: Float[Array, "Hq"] | None,
     soft_cap: float | None,
     page_stats: bool,
+    value_q: Float[Array, "B Hq Dv"] | None = None,
+    chosen: Bool[Array, "B Hkv K P"] | None = None,
 ) -> AttentionOutput:
     """Attend to the listed pages; the contract is that of `sparse_paged_attention`.
 
@@ -42,6 +44,8 @@ def sparse_paged_attention_xla(
         sink_logits: [Hq] or None.
         soft_cap: bound of the scores, or None.
         page_stats: whether to return page statistics.
+        value_q: [B, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
+        chosen: bool [B, Hkv, K, P], which of the tokens that count do; None means all.
 
     Returns:
         The `AttentionOutput`, T = B.
@@ -52,16 +56,20 @@ def sparse_paged_attention_xla(
         together = next(n for n in range(TOGETHER, 0, -1) if rows % n == 0)
         lists = (rows // together, together, page_ids.shape[2])
         q = q.reshape(lists[0], together * query_heads, head_dim)
+        value_q = None if value_q is None else value_q.reshape(*q.shape[:2], -1)
         page_ids, page_tokens = page_ids.reshape(lists), page_tokens.reshape(lists)
+        chosen = None if chosen is None else chosen.reshape(*lists, page_size)
         sink_logits = None if sink_logits is None else jnp.tile(sink_logits, together)
     batch, kv_heads, width = page_ids.shape
     pages = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
     columns = -(-width // pages)
 
-    def by_block(lists: Int32[Array, "B Hkv K"]) -> Int32[Array, "blocks Hkv pages"]:
-        lists = jnp.pad(lists, ((0, 0), (0, 0), (0, columns * pages - width)))
-        lists = lists.reshape(batch, kv_heads, columns, pages).swapaxes(1, 2)
-        return lists.reshape(batch * columns, kv_heads, pages)
+    def by_block(lists: Shaped[Array, "B Hkv K *P"]) -> Shaped[Array, "blocks Hkv pages *P"]:
+        rest = lists.shape[3:]
+        extra = ((0, 0), (0, 0), (0, columns * pages - width))
+        lists = jnp.pad(lists, extra + ((0, 0),) * len(rest))
+        lists = lists.reshape(batch, kv_heads, columns, pages, *rest).swapaxes(1, 2)
+        return lists.reshape(batch * columns, kv_heads, pages, *rest)
 
     tokens = by_block(page_tokens)
     used = (tokens > 0).any(axis=(1, 2))
@@ -74,9 +82,12 @@ def sparse_paged_attention_xla(
         length=used.sum(dtype=jnp.int32),
     )
     slot = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    chosen = None if chosen is None else by_block(chosen)[order]
 
     def visible(i: Int32[Array, ""]) -> Bool[Array, "Hkv tokens"]:
-        return (slot < tokens[i][..., None]).reshape(kv_heads, pages * page_size)
+        seen = slot < tokens[i][..., None]
+        seen = seen if chosen is None else seen & chosen[i]
+        return seen.reshape(kv_heads, pages * page_size)
 
     result = attend_blocks(
         q,
@@ -89,6 +100,7 @@ def sparse_paged_attention_xla(
         soft_cap=soft_cap,
         sink_logits=sink_logits,
         page_stats=page_stats,
+        value_q=value_q,
     )
     if result.page_max is not None and result.page_sum is not None:
         result = result._replace(

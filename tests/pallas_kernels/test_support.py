@@ -11,6 +11,7 @@ from tests.pallas_kernels.conformance import API, Case, build
 
 ORDINARY = {"head_dim": 128, "v_head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
 every = pytest.mark.parametrize("op", OPERATIONS)
+of_heads = pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "latent_attention"])
 both = pytest.mark.parametrize("op", API)  # the two that share a test body
 
 
@@ -34,19 +35,47 @@ def test_reference_and_xla_run_everywhere(op):
     [
         ("tpu", "cpu", {}, "it needs a TPU and this program is for cpu"),
         ("tpu", "gpu", {}, "it needs a TPU and this program is for gpu"),
-        ("tpu", "tpu", {"head_dim": 96}, "head_dim is 96 and"),
-        ("tpu", "tpu", {"v_head_dim": 96}, "the values' head_dim is 96 and"),
         ("tpu", "tpu", {"page_size": 12}, "page_size is 12 and"),
         ("tpu", "tpu", {"dtype": jnp.float16}, "the arrays are float16 and"),
         ("gpu", "cpu", {}, "it needs an NVIDIA GPU and this program is for cpu"),
-        ("gpu", "gpu", {"head_dim": 512}, "head_dim is 512 and .* takes at most 256"),
-        ("gpu", "gpu", {"v_head_dim": 512}, "the values' head_dim is 512 and"),
     ],
 )
 def test_reasons(op, implementation, platform, shape, reason):
     said = supported(op, implementation, platform=platform, **(ORDINARY | shape))
     assert said is not None
     assert re.match(reason, said)
+
+
+@of_heads
+@pytest.mark.parametrize(
+    ("platform", "shape", "reason"),
+    [
+        ("tpu", {"head_dim": 96}, "head_dim is 96 and"),
+        ("tpu", {"v_head_dim": 96}, "the values' head_dim is 96 and"),
+        ("gpu", {"head_dim": 512}, "head_dim is 512 and .* takes at most 256"),
+        ("gpu", {"v_head_dim": 512}, "the values' head_dim is 512 and"),
+    ],
+)
+def test_widths_of_heads(op, platform, shape, reason):
+    said = supported(op, platform, platform=platform, **(ORDINARY | shape))
+    assert said is not None
+    assert re.match(reason, said)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("rope", "latent", "reason"),
+    [
+        (64, 512, None),
+        (12, 100, None),
+        (257, 512, "a position key has 257 elements and the kernels take at most 256"),
+        (64, 576, "a latent has 576 elements and the kernels take at most 512"),
+    ],
+)
+def test_widths_of_latents(platform, rope, latent, reason):
+    shape = {"head_dim": rope, "v_head_dim": latent}
+    said = supported("latent_attention", platform, platform=platform, **(ORDINARY | shape))
+    assert said == reason
 
 
 @every
@@ -64,7 +93,7 @@ def test_a_tpu_gets_its_kernel_and_a_gpu_gets_xla(op):
     assert choose(op, None, **ORDINARY) == "xla"
     with on("tpu"):
         assert choose(op, None, **ORDINARY) == "tpu"
-        assert choose(op, None, **(ORDINARY | {"head_dim": 96})) == "xla"
+        assert choose(op, None, **(ORDINARY | {"head_dim": 300})) == "xla"
     with on("gpu"):
         assert choose(op, None, **ORDINARY) == "xla"
         assert choose(op, "gpu", **ORDINARY) == "gpu"

@@ -1,0 +1,26 @@
+"""Attention over MLA latents in the absorbed form, and when the expanded one is cheaper."""
+
+from kvjax.pallas_kernels.latent_attention.api import (
+    latent_attention,
+    ragged_latent_attention,
+    sparse_latent_attention,
+)
+from kvjax.pallas_kernels.latent_attention.cost import (
+    Cost,
+    LatentDims,
+    LatentForms,
+    absorbed_or_expanded,
+)
+from kvjax.pallas_kernels.latent_attention.token_pages import TokenPages, pages_of_tokens
+
+__all__ = [
+    "Cost",
+    "LatentDims",
+    "LatentForms",
+    "TokenPages",
+    "absorbed_or_expanded",
+    "latent_attention",
+    "pages_of_tokens",
+    "ragged_latent_attention",
+    "sparse_latent_attention",
+]

@@ -1,0 +1,104 @@
+"""Attention over latents of DeepSeek-V3's own shapes, compiled for machines that are not here."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from kvjax.pallas_kernels import (
+    latent_attention,
+    ragged_latent_attention,
+    sparse_latent_attention,
+)
+from kvjax.pallas_kernels.latent_attention.tpu import (
+    latent_attention_tpu,
+    ragged_latent_attention_tpu,
+    sparse_latent_attention_tpu,
+)
+from kvjax.pallas_kernels.mosaic.layout import pool_format
+from tests.pallas_kernels.test_packed_tpu_compile import program_text
+
+HEADS, LATENT, ROPE, CONTEXT = 128, 512, 64, 131_072
+TOP_TOKENS, BATCH, CHUNK = 2048, 4, 64
+SCALE = 192**-0.5
+API = {
+    "decode": latent_attention,
+    "ragged": ragged_latent_attention,
+    "tokens": sparse_latent_attention,
+}
+
+
+def shapes(form, page_size, array, pool):
+    """A call's arguments by name: 8 contexts of 128k tokens fill the pools."""
+    num_pages, width = 8 * CONTEXT // page_size, CONTEXT // page_size
+    rows = BATCH + CHUNK if form == "ragged" else BATCH
+    listed = min(TOP_TOKENS, width)
+    lists = {
+        "decode": {"block_tables": (BATCH, width), "lengths": (BATCH,)},
+        "ragged": {
+            "block_tables": (BATCH, width),
+            "kv_lengths": (BATCH,),
+            "cu_q_lengths": (BATCH + 1,),
+        },
+        "tokens": {"page_ids": (BATCH, listed)},
+    }[form]
+    arguments = {name: array(shape, jnp.int32) for name, shape in lists.items()}
+    if form == "tokens":
+        arguments["page_tokens"] = array((BATCH, listed, page_size), bool)
+    return arguments | {
+        "q_latent": array((rows, HEADS, LATENT), jnp.bfloat16),
+        "q_rope": array((rows, HEADS, ROPE), jnp.bfloat16),
+        "latents": pool((num_pages, page_size, LATENT), jnp.bfloat16),
+        "ropes": pool((num_pages, page_size, ROPE), jnp.bfloat16),
+    }
+
+
+def on_tpu(latents, ropes, page_ids=None, page_tokens=None, **arguments):
+    """What the public functions call on a TPU."""
+    pools = {"latents": latents[:, None], "ropes": ropes[:, None]}
+    options = {"scale": SCALE, "page_stats": False}
+    if page_ids is not None:
+        counts = jnp.where(page_tokens.any(axis=2), latents.shape[1], 0)
+        lists = {"page_ids": page_ids[:, None], "page_tokens": counts[:, None]}
+        lists["chosen"] = page_tokens[:, None]
+        return sparse_latent_attention_tpu(**pools, **arguments, **lists, **options)
+    ragged = "cu_q_lengths" in arguments
+    function = ragged_latent_attention_tpu if ragged else latent_attention_tpu
+    return function(**pools, **arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "page_size"),
+    [("decode", 64), ("decode", 128), ("ragged", 64), ("tokens", 64), ("tokens", 128)],
+)
+def test_compiles_for_a_tpu_without_a_copy_of_a_pool(device, form, page_size):
+    sharding = SingleDeviceSharding(device("v5e:2x2"))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    pool = functools.partial(jax.ShapeDtypeStruct, sharding=pool_format(sharding, axes=3))
+    arguments = shapes(form, page_size, array, pool)
+    compiled = jax.jit(on_tpu).lower(**arguments).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    # Less than a hundredth of the smaller pool: not even the narrow one is copied, or padded.
+    ropes = arguments["ropes"]
+    assert temporary < ropes.size * ropes.dtype.itemsize / 100
+    text = program_text(compiled)
+    assert "tpu_custom_call" in text
+    for name in ("latents", "ropes"):
+        pages, *page = arguments[name].shape
+        for shape in ((pages, *page), (pages, 1, *page)):
+            made = re.findall(rf"= \w+\[{','.join(map(str, shape))}\]\S* ([\w-]+)\(", text)
+            assert set(made) <= {"parameter", "bitcast"}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("form", API)
+def test_lowers_for_cuda(form):
+    arguments = shapes(form, 64, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct)
+    function = functools.partial(API[form], scale=SCALE, implementation="gpu")
+    gpu = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=gpu)):
+        lowered = jax.jit(function).trace(**arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 1
