@@ -42,7 +42,7 @@ def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
       dtype: of the stored keys and values.
     """
     layers = tuple(
-        LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, window=layer.window)
+        LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, layer.value_dim, window=layer.window)
         for layer in config.layers
     )
     return KVSpec(layers, dtype)

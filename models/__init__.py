@@ -7,6 +7,7 @@ from kvjax.models.attend import (
     contiguous_cache,
     dense_attention,
 )
+from kvjax.models.attention import Attend
 from kvjax.models.checkpoint import (
     Checkpoint,
     Params,
@@ -17,7 +18,8 @@ from kvjax.models.checkpoint import (
     random_checkpoint,
 )
 from kvjax.models.config import LayerConfig, ModelConfig, RopeScaling
-from kvjax.models.decoder import Attend, Decoder
+from kvjax.models.decoder import Decoder
+from kvjax.models.deepseek import Experts, Latent
 from kvjax.models.gguf_file import GGUFFile
 from kvjax.models.gguf_names import model_config as gguf_config
 from kvjax.models.gguf_reader import gguf_weights, read_gguf
@@ -33,7 +35,9 @@ __all__ = [
     "Checkpoint",
     "ContiguousCache",
     "Decoder",
+    "Experts",
     "GGUFFile",
+    "Latent",
     "LayerConfig",
     "ModelConfig",
     "Params",

@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.models.attention import Attend
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Attend
 from kvjax.models.linear import soft_cap
 
 _LOWEST = -3.4e38  # a float32 score no key can have; finite, so that a blind query makes no NaN
@@ -124,13 +124,13 @@ def contiguous_cache(
     if batch < 1 or capacity < 1:
         raise ValueError(f"batch={batch} and capacity={capacity} must both be at least 1")
 
-    def empty() -> tuple[Array, ...]:
-        return tuple(
-            jnp.zeros((batch, capacity, layer.num_kv_heads, layer.head_dim), dtype)
-            for layer in config.layers
-        )
+    def empty(heads: int, dim: int) -> Array:
+        return jnp.zeros((batch, capacity, heads, dim), dtype)
 
-    return ContiguousCache(keys=empty(), values=empty())
+    return ContiguousCache(
+        keys=tuple(empty(layer.num_kv_heads, layer.head_dim) for layer in config.layers),
+        values=tuple(empty(layer.num_kv_heads, layer.value_dim) for layer in config.layers),
+    )
 
 
 def contiguous_attend(

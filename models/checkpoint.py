@@ -45,7 +45,7 @@ def _structure(config: ModelConfig, dtype: np.dtype) -> tuple[Any, dict[str, jax
 def parameters(
     config: ModelConfig, dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every parameter of a model, by name: matrices in `dtype`, norms and biases in float32."""
+    """Every parameter by name: matrices in `dtype`; norms, biases and routers in float32."""
     return dict(_structure(config, np.dtype(dtype))[1])
 
 
@@ -62,7 +62,7 @@ def build(
 
     Args:
         checkpoint: what a loader returned.
-        dtype: of matrices: float32 or bfloat16. Norms and biases stay float32.
+        dtype: of matrices: float32 or bfloat16. Norms, biases and routers stay float32.
         shardings: a sharding by parameter name; parameters without one go to the default device.
 
     Returns:

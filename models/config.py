@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from kvjax.models.deepseek import Experts, Latent
+
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -55,6 +57,7 @@ class LayerConfig:
     window: int | None = None  # a query sees the last `window` tokens, itself included
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    latent: Latent | None = None  # None: keys and values are projected directly
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -64,7 +67,15 @@ class LayerConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.latent is not None:
+            if self.num_heads != self.num_kv_heads:
+                raise ValueError(
+                    f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}: "
+                    "of a latent a key and a value are made for every head"
+                )
+            if self.rope_dim >= self.head_dim:
+                raise ValueError(f"rope_dim={self.rope_dim} must be below head_dim={self.head_dim}")
+        elif self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE turns pairs")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1 token, or None for all")
@@ -72,18 +83,28 @@ class LayerConfig:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1")
         scaling = self.rope_scaling
         count = None if scaling is None or scaling.kind != "factors" else len(scaling.factors)
-        if count not in (None, self.head_dim // 2):
+        if count not in (None, self.rope_dim // 2):
             raise ValueError(
                 f"rope factors hold {count} numbers, "
-                f"head_dim={self.head_dim} needs {self.head_dim // 2}"
+                f"head_dim={self.rope_dim} needs {self.rope_dim // 2}"
             )
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a query and a key that are rotated: the last ones."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of one head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder, up to its weights."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3, gemma3: for people; nothing branches on it
+    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, deepseek_v2, deepseek_v3: for people
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -99,6 +120,7 @@ class ModelConfig:
     embed_scale: float | None = None  # embeddings are multiplied by it
     post_norms: bool = False  # RMSNorm after attention and after the MLP, before the residual sum
     activation: Activation = "silu"
+    experts: Experts | None = None  # None: every layer has one MLP
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "max_context"):
@@ -114,6 +136,15 @@ class ModelConfig:
                 raise ValueError(f"{name}={value} must be positive, or None")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation={self.activation!r} is not known: use silu or gelu_tanh")
+        if (self.qkv_bias or self.qk_norm) and any(layer.latent for layer in self.layers):
+            raise ValueError(
+                f"qkv_bias={self.qkv_bias} and qk_norm={self.qk_norm} must be False: layers with a "
+                "latent have neither"
+            )
+        if self.experts is not None and not {*self.experts.layers} <= {*range(len(self.layers))}:
+            raise ValueError(
+                f"experts: layers={self.experts.layers} must be among 0..{len(self.layers) - 1}"
+            )
 
     def scale(self, layer: int) -> float:
         """What layer `layer`'s attention scores are multiplied by."""
@@ -138,7 +169,12 @@ class ModelConfig:
                 scaling = layer.get("rope_scaling")
                 if scaling is not None:
                     scaling = RopeScaling(**{**scaling, "factors": tuple(scaling["factors"])})
-                layers.append(LayerConfig(**{**layer, "rope_scaling": scaling}))
-            return cls(**{**fields, "layers": tuple(layers)})
+                latent = layer.get("latent")
+                latent = None if latent is None else Latent(**latent)
+                layers.append(LayerConfig(**{**layer, "rope_scaling": scaling, "latent": latent}))
+            experts = fields.get("experts")
+            if experts is not None:
+                experts = Experts(**{**experts, "layers": tuple(experts["layers"])})
+            return cls(**{**fields, "layers": tuple(layers), "experts": experts})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a stored ModelConfig: {error}") from error

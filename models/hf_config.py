@@ -5,8 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import Activation, LayerConfig, ModelConfig, RopeScaling
+from kvjax.models.deepseek_files import (
+    DEEPSEEK_DEFAULTS,
+    attention_scale,
+    check_deepseek,
+    experts_of,
+    latent_of,
+)
+from kvjax.models.hf_fields import Fields
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *DEEPSEEK_DEFAULTS)
 """`model_type` values read here; gemma3 (with vision) is read as its text part."""
 
 _ACTIVATIONS: dict[Any, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -22,37 +30,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "gemma3_text": _GEMMA_DEFAULTS,
+    **DEEPSEEK_DEFAULTS,
 }
 """What the library that writes these files takes for granted where a field is absent."""
-
-
-class _Fields:
-    """Typed access to one configuration."""
-
-    def __init__(self, source: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.source, self._fields, self._defaults = source, fields, defaults
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._fields.get(key, self._defaults.get(key))
-        return default if value is None else value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            found = "is missing" if value is None else f"is {value!r}, not an integer"
-            raise ValueError(f"{self.source}: {key} {found}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            found = "is missing" if value is None else f"is {value!r}, not a number"
-            raise ValueError(f"{self.source}: {key} {found}")
-        return float(value)
-
-    def refuse(self, key: str, why: str) -> None:
-        if self.get(key):
-            raise ValueError(f"{self.source}: {key}={self.get(key)!r} is not supported: {why}")
 
 
 def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
@@ -69,11 +49,12 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     kind = fields.get("model_type")
     if kind == "gemma3" and isinstance(fields.get("text_config"), Mapping):
         return model_config({"model_type": "gemma3_text", **fields["text_config"]}, source)
+    check_deepseek(kind, fields, source)
     if kind not in MODEL_TYPES:
         raise ValueError(
             f"{source}: model_type is {kind!r}; kvjax reads {', '.join(MODEL_TYPES)} and gemma3"
         )
-    get = _Fields(source, fields, _DEFAULTS.get(kind, {}))
+    get = Fields(source, fields, _DEFAULTS.get(kind, {}))
     get.refuse("quantization_config", "convert the checkpoint to bfloat16 or float32, or use GGUF")
     if kind != "qwen2":
         get.refuse("attention_bias", "only Qwen2's query, key and value biases are")
@@ -87,12 +68,15 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _model_config(kind: str, get: _Fields) -> ModelConfig:
-    gemma = kind == "gemma3_text"
+def _model_config(kind: str, get: Fields) -> ModelConfig:
+    gemma, deepseek = kind == "gemma3_text", kind in DEEPSEEK_DEFAULTS
     size, heads = get.count("hidden_size"), get.count("num_attention_heads")
     activation = get.get("hidden_activation" if gemma else "hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not known: {', '.join(_ACTIVATIONS)} are")
+    latent, head_dim = None, get.count("head_dim", size // max(heads, 1))
+    if deepseek:
+        latent, head_dim = latent_of(get)
     layers = []
     for window in _windows(kind, get):
         theta, scaling = _rope(kind, get, local=gemma and window is not None)
@@ -100,13 +84,16 @@ def _model_config(kind: str, get: _Fields) -> ModelConfig:
             LayerConfig(
                 num_heads=heads,
                 num_kv_heads=get.count("num_key_value_heads", heads),
-                head_dim=get.count("head_dim", size // max(heads, 1)),
+                head_dim=head_dim,
                 window=window,
                 rope_theta=theta,
                 rope_scaling=scaling,
+                latent=latent,
             )
         )
     scale = get.number("query_pre_attn_scalar") ** -0.5 if gemma else None
+    if deepseek:
+        scale = attention_scale(get, head_dim)
     return ModelConfig(
         architecture="gemma3" if gemma else kind,
         vocab_size=get.count("vocab_size"),
@@ -124,14 +111,16 @@ def _model_config(kind: str, get: _Fields) -> ModelConfig:
         embed_scale=math.sqrt(size) if gemma else None,
         post_norms=gemma,
         activation=_ACTIVATIONS[activation],
+        experts=experts_of(get, len(layers)) if deepseek else None,
     )
 
 
-def _windows(kind: str, get: _Fields) -> list[int | None]:
+def _windows(kind: str, get: Fields) -> list[int | None]:
     """Each layer's sliding window in tokens, or None."""
     depth = get.count("num_hidden_layers")
     window = get.get("sliding_window")
-    if kind == "llama" or (kind in ("qwen2", "qwen3") and not get.get("use_sliding_window")):
+    optional = kind in ("qwen2", "qwen3") and not get.get("use_sliding_window")
+    if optional or kind in ("llama", *DEEPSEEK_DEFAULTS):
         window = None
     types = get.get("layer_types")
     if types is None:
@@ -151,7 +140,7 @@ def _windows(kind: str, get: _Fields) -> list[int | None]:
     return [window if is_local else None for is_local in local]
 
 
-def _rope(kind: str, get: _Fields, *, local: bool) -> tuple[float, RopeScaling | None]:
+def _rope(kind: str, get: Fields, *, local: bool) -> tuple[float, RopeScaling | None]:
     """One layer's base and scaling, from either of the two ways they are written."""
     fields = get.get("rope_parameters")
     if isinstance(fields, Mapping) and kind == "gemma3_text":
@@ -168,13 +157,13 @@ def _rope(kind: str, get: _Fields, *, local: bool) -> tuple[float, RopeScaling |
     return theta, None if fields is None else _scaling(fields, get)
 
 
-def _scaling(fields: Mapping[str, Any], get: _Fields) -> RopeScaling | None:
+def _scaling(fields: Mapping[str, Any], get: Fields) -> RopeScaling | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
     if fields.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rope partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return None
-    inner = _Fields(f"{get.source}: rope scaling", fields, {})
+    inner = Fields(f"{get.source}: rope scaling", fields, {})
     if kind == "linear":
         return RopeScaling("linear", factor=inner.number("factor"))
     context = inner.count("original_max_position_embeddings", get.count("max_position_embeddings"))
@@ -199,7 +188,7 @@ def _scaling(fields: Mapping[str, Any], get: _Fields) -> RopeScaling | None:
     raise ValueError(f"rope_type {kind!r} is not known: default, linear, llama3 and yarn are")
 
 
-def _sharpening(fields: _Fields) -> float | None:
+def _sharpening(fields: Fields) -> float | None:
     """Yarn's attention factor, where the file says it one way or the other."""
     if fields.get("attention_factor") is not None:
         return fields.number("attention_factor")

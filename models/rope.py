@@ -13,10 +13,10 @@ def frequencies(layer: LayerConfig) -> tuple[Float32[np.ndarray, " half"], float
     """One layer's rotary frequencies.
 
     Returns:
-        Radians a token for each of head_dim / 2 pairs, and the factor cosines and sines are
+        Radians a token for each of rope_dim / 2 pairs, and the factor cosines and sines are
         multiplied by (1 except under yarn, where it sharpens attention).
     """
-    half = layer.head_dim // 2
+    half = layer.rope_dim // 2
     plain = layer.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     scaling = layer.rope_scaling
     if scaling is None:
@@ -43,12 +43,12 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def _yarn(plain: np.ndarray, scaling: RopeScaling, layer: LayerConfig) -> np.ndarray:
     def dimension(rotations: float) -> float:
         ratio = scaling.original_context / (rotations * 2 * math.pi)
-        return layer.head_dim * math.log(ratio) / (2 * math.log(layer.rope_theta))
+        return layer.rope_dim * math.log(ratio) / (2 * math.log(layer.rope_theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, layer.head_dim - 1)
+    low, high = max(low, 0), min(high, layer.rope_dim - 1)
     if low == high:
         high += 0.001  # as every implementation does: a step instead of a division by zero
     interpolate = np.clip((np.arange(plain.size) - low) / (high - low), 0.0, 1.0)
@@ -79,3 +79,8 @@ def rotate(
     first, second = jnp.split(heads, 2, axis=-1)
     cos, sin = cosines[:, None, :], sines[:, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def halves(heads: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+    """Interleaved pairs (2i, 2i + 1) as `rotate` takes them, (i, i + D/2)."""
+    return jnp.concatenate([heads[..., 0::2], heads[..., 1::2]], axis=-1)

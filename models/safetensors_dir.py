@@ -10,6 +10,7 @@ import safetensors
 
 from kvjax.models.checkpoint import Checkpoint
 from kvjax.models.config import ModelConfig
+from kvjax.models.deepseek_names import DEEPSEEK_LAYER, arranged, predicting_layers
 from kvjax.models.hf_config import model_config
 from kvjax.models.tokenizer_dir import read_tokenizer
 
@@ -47,10 +48,14 @@ def read_safetensors(folder: str | pathlib.Path) -> Checkpoint:
         ValueError: a file is missing or damaged, or holds a model kvjax does not run; it is named.
     """
     folder = pathlib.Path(folder)
-    config = model_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    fields, where = read_json(folder / "config.json"), str(folder / "config.json")
+    config = model_config(fields, where)
+    left_out = predicting_layers(fields, config, where)
     weights: dict[str, np.ndarray] = {}
     for path, names in _shards(folder).items():
-        weights.update(_read_shard(path, names, config))
+        weights.update(_read_shard(path, names, config, left_out))
+    if config.layers[0].latent is not None:
+        weights = arranged(weights, config, str(folder))
     return Checkpoint(config, weights, read_tokenizer(folder), str(folder))
 
 
@@ -93,7 +98,7 @@ def _shards(folder: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
 
 
 def _read_shard(
-    path: pathlib.Path, names: set[str] | None, config: ModelConfig
+    path: pathlib.Path, names: set[str] | None, config: ModelConfig, left_out: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     weights = {}
     try:
@@ -103,7 +108,7 @@ def _read_shard(
                 raise ValueError(f"{path}: tensor {min(names - here)} is missing")
             for tensor in sorted(here if names is None else names):
                 name = weight_name(tensor, config)
-                if name is None:
+                if name is None or tensor.startswith(left_out):
                     continue
                 weights[name] = _checked(file.get_tensor(tensor), name, path, tensor, config)
     except safetensors.SafetensorError as error:
@@ -142,6 +147,7 @@ def weight_name(tensor: str, config: ModelConfig) -> str | None:
         return _WHOLE[tensor]
     match = re.fullmatch(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias)", tensor)
     layer = _GEMMA_LAYER if config.post_norms else _LAYER
+    layer = layer if config.layers[0].latent is None else DEEPSEEK_LAYER
     if match is None or match[2] not in layer:
         return tensor
     return f"layers.{match[1]}.{layer[match[2]]}.{match[3]}"

@@ -50,8 +50,14 @@ def calibrate_formats(
       What formats are made of: see `FormatCalibration.format`.
 
     Raises:
-      KvjaxError: a text is shorter than a page, or memory has no room for the samples.
+      KvjaxError: a text is shorter than a page, memory has no room for the samples, or the model
+        makes its keys from latents.
     """
+    if any(layer.latent is not None for layer in model.config.layers):
+        raise KvjaxError(
+            f"{model.name} makes keys from latents and rotates only a part of each: levels are "
+            f"measured of keys that are rotated whole; name a format that is not calibrated"
+        )
     most = check_integer("tokens", tokens, DEFAULT_PAGE_SIZE)
     parts = _parts(_token_ids(model, texts, most), most)
     _check_memory(model, sum(map(len, parts)))

@@ -25,8 +25,16 @@ def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
     """What the cache of a call stores: the model's layers in the configured dtype.
 
     Raises:
-      KvjaxError: the format was calibrated for another model.
+      KvjaxError: the format was calibrated for another model, or `place` is given and keys and
+        values differ in size.
     """
+    for layer in model.config.layers if cache.place is not None else ():
+        if layer.head_dim != layer.value_dim:
+            raise KvjaxError(
+                f"place is given and {model.name} has keys of {layer.head_dim} elements and values "
+                f"of {layer.value_dim}: pages leave the device where both are of one size; leave "
+                f"out place"
+            )
     page_format = cache.page_format
     made_for = None if page_format is None else page_format.model
     if made_for is not None and made_for != fingerprint(model):

@@ -67,11 +67,17 @@ def prefilled_pages(
 
 
 def check_layers(model: Model) -> None:
-    """Refuse a model whose layers differ in shape.
+    """Refuse a model whose layers differ in shape, or whose keys and values do.
 
     Raises:
       KvjaxError: they do.
     """
+    first = model.config.layers[0]
+    if first.head_dim != first.value_dim:
+        raise KvjaxError(
+            f"{model.name} has keys of {first.head_dim} elements and values of {first.value_dim}: "
+            f"pages are stored where both are of one size; run it without prefixes"
+        )
     if len({(x.num_kv_heads, x.head_dim) for x in model.config.layers}) > 1:
         raise KvjaxError(
             f"{model.name} has layers of different shapes: its prefixes cannot be stored and "

@@ -39,10 +39,25 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.8}
 GEMMA = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+DEEPSEEK = {
+    **TINY,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
 }
 CONFIGS = {
     "llama": hf.LlamaConfig(**TINY),
@@ -60,13 +75,29 @@ CONFIGS = {
         rope_parameters=GEMMA_ROPE,
         final_logit_softcapping=9.0,
     ),
+    "deepseek_v2": hf.DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=24,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        routed_scaling_factor=4.0,
+    ),
+    "deepseek_v2_lite": hf.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, rope_parameters={**YARN, **MSCALE}
+    ),
+    "deepseek_v3": hf.DeepseekV3Config(
+        **DEEPSEEK, q_lora_rank=24, n_group=4, topk_group=2, rope_parameters={**YARN, **MSCALES}
+    ),
 }
 SHARDED = ("qwen3",)
 
 
 def randomize(model, seed):
     generator = torch.Generator().manual_seed(seed)
-    for name, value in model.named_parameters():
+    biases = [(name, value) for name, value in model.named_buffers() if name.endswith("bias")]
+    for name, value in [*model.named_parameters(), *biases]:
         noise = torch.randn(value.shape, generator=generator)
         if name.endswith("norm.weight") or "layernorm" in name:
             value.data = value.data + 0.2 * noise
@@ -82,7 +113,7 @@ def main():
     for seed, (name, config) in enumerate(CONFIGS.items()):
         folder = DATA / name
         shutil.rmtree(folder, ignore_errors=True)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, None
         torch.manual_seed(seed)
         model = hf.AutoModelForCausalLM.from_config(config).eval()

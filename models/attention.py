@@ -1,0 +1,59 @@
+"""Attention up to a cache: what a layer computes around an `attend`."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from kvjax.models.config import LayerConfig, ModelConfig
+from kvjax.models.linear import Linear
+from kvjax.models.norm import RMSNorm
+from kvjax.models.rope import rotate
+
+State = TypeVar("State")
+"""Whatever an `attend` carries from layer to layer: any pytree, or None."""
+
+Heads = Float[Array, "T H D"]
+Attend = Callable[[int, Heads, Heads, Heads, State], tuple[Heads, State]]
+"""attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], state) -> (out [T, Hq, Dv], state).
+
+`layer` is a Python int; q, k and v are float32, rotated and normalised.
+"""
+
+Rotations = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
+
+
+class Attention(nnx.Module):
+    """Projections, norms and RoPE around an `attend`."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: DTypeLike) -> None:
+        self.shape = layer
+        size, bias = config.hidden_size, config.qkv_bias
+        wide = layer.num_heads * layer.head_dim
+        narrow = layer.num_kv_heads * layer.head_dim
+        self.q = Linear(size, wide, bias=bias, dtype=dtype)
+        self.k = Linear(size, narrow, bias=bias, dtype=dtype)
+        self.v = Linear(size, narrow, bias=bias, dtype=dtype)
+        self.o = Linear(wide, size, bias=False, dtype=dtype)
+        self.q_norm = RMSNorm(layer.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(layer.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def __call__(
+        self,
+        index: int,
+        x: Float32[Array, "T d"],
+        turn: Rotations,
+        attend: Attend[State],
+        state: State,
+    ) -> tuple[Float32[Array, "T d"], State]:
+        """Layer `index`'s attention of normalised `x`."""
+        count, head_dim = x.shape[0], self.shape.head_dim
+        q = self.q(x).reshape(count, self.shape.num_heads, head_dim)
+        k = self.k(x).reshape(count, self.shape.num_kv_heads, head_dim)
+        v = self.v(x).reshape(count, self.shape.num_kv_heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, state = attend(index, rotate(q, *turn), rotate(k, *turn), v, state)
+        return self.o(out.reshape(count, -1)), state

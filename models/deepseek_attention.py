@@ -1,0 +1,99 @@
+"""Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32
+
+from kvjax.models.attention import Attend, Rotations, State
+from kvjax.models.config import LayerConfig, ModelConfig
+from kvjax.models.linear import Linear
+from kvjax.models.norm import RMSNorm
+from kvjax.models.rope import halves, rotate
+
+_LATENT_EPS = 1e-6  # of latents' norms: no configuration says it; rms_norm_eps is of the others
+
+
+class LowRank(nnx.Module):
+    """A projection through a normalised latent: up(norm(down(x)))."""
+
+    def __init__(self, down: Linear, up: Linear) -> None:
+        self.down = down
+        self.norm = RMSNorm(down.weight.shape[0], _LATENT_EPS)
+        self.up = up
+
+    def __call__(self, x: Float32[Array, "T I"]) -> Float32[Array, "T O"]:
+        """Maps every row."""
+        return self.up(self.norm(self.down(x)))
+
+
+class LatentAttention(nnx.Module):
+    """Projections down to latents and up to heads, their norms and RoPE around an `attend`.
+
+    `latents` are all that a token needs to be remembered by; `expand` makes every head's key and
+    value of them with `k_up` [H * nope, R] and `v_up` [H * Dv, R], R the latent's rank.
+    """
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: DTypeLike) -> None:
+        assert layer.latent is not None
+        self.shape, self.latent = layer, layer.latent
+        self.nope_dim = layer.head_dim - layer.rope_dim  # elements that are not rotated
+
+        def linear(size_in: int, size_out: int) -> Linear:
+            return Linear(size_in, size_out, bias=False, dtype=dtype)
+
+        size, heads = config.hidden_size, layer.num_heads
+        rank, query_rank = self.latent.rank, self.latent.query_rank
+        wide = heads * layer.head_dim
+        self.q: Linear | LowRank
+        if query_rank is None:
+            self.q = linear(size, wide)
+        else:
+            self.q = LowRank(linear(size, query_rank), linear(query_rank, wide))
+        self.kv_down = linear(size, rank + layer.rope_dim)
+        self.kv_norm = RMSNorm(rank, _LATENT_EPS)
+        self.k_up = linear(rank, heads * self.nope_dim)
+        self.v_up = linear(rank, heads * layer.value_dim)
+        self.o = linear(heads * layer.value_dim, size)
+
+    def __call__(
+        self,
+        index: int,
+        x: Float32[Array, "T d"],
+        turn: Rotations,
+        attend: Attend[State],
+        state: State,
+    ) -> tuple[Float32[Array, "T d"], State]:
+        """Layer `index`'s attention of normalised `x`."""
+        k, v = self.expand(*self.latents(x, turn))
+        q = jnp.concatenate(self.queries(x, turn), axis=-1)
+        out, state = attend(index, q, k, v, state)
+        return self.o(out.reshape(x.shape[0], -1)), state
+
+    def queries(
+        self, x: Float32[Array, "T d"], turn: Rotations
+    ) -> tuple[Float32[Array, "T H nope"], Float32[Array, "T H rope"]]:
+        """Every head's query: the part for keys made from latents, and the rotated part."""
+        q = self.q(x).reshape(x.shape[0], self.shape.num_heads, self.shape.head_dim)
+        return q[..., : self.nope_dim], self._turned(q[..., self.nope_dim :], turn)
+
+    def latents(
+        self, x: Float32[Array, "T d"], turn: Rotations
+    ) -> tuple[Float32[Array, "T R"], Float32[Array, "T rope"]]:
+        """Every token's normalised latent, and the rotated part of all its keys."""
+        down = self.kv_down(x)
+        rotated = self._turned(down[:, None, self.latent.rank :], turn)
+        return self.kv_norm(down[:, : self.latent.rank]), rotated[:, 0]
+
+    def expand(
+        self, latent: Float32[Array, "T R"], rotated: Float32[Array, "T rope"]
+    ) -> tuple[Float32[Array, "T H D"], Float32[Array, "T H Dv"]]:
+        """Every head's key and value of tokens whose `latents` these are."""
+        count, heads = latent.shape[0], self.shape.num_heads
+        own = self.k_up(latent).reshape(count, heads, self.nope_dim)
+        shared = jnp.broadcast_to(rotated[:, None], (count, heads, self.shape.rope_dim))
+        values = self.v_up(latent).reshape(count, heads, self.shape.value_dim)
+        return jnp.concatenate([own, shared], axis=-1), values
+
+    def _turned(self, heads: Float32[Array, "T H rope"], turn: Rotations) -> Array:
+        return rotate(halves(heads) if self.latent.interleaved else heads, *turn)

@@ -1,0 +1,63 @@
+"""DeepSeek through the paged cache: keys and values that are made from latents, of two sizes."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheConfig, KvjaxError, Place, PrefixCache, Select
+from kvjax.decode import calibrate_formats
+from tests.kvjax.decode.tiny import logprobs, no_cache_logits, prompt
+
+DATA = pathlib.Path(__file__).resolve().parents[2] / "models" / "data"
+CACHE = CacheConfig(page_size=8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load(DATA / "deepseek_v3", dtype="float32")
+
+
+def test_what_a_token_costs(model):
+    layer = model.spec.layers[0]
+    assert (layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 16, 12)
+    assert model.spec.bytes_per_token == 2 * 4 * (16 + 12) * 4
+
+
+def assert_greedy(model, ids, tokens):
+    """Each token is the likeliest after those before it, by one forward over all of them."""
+    logits = no_cache_logits(model, [*ids, *tokens])
+    assert logits[len(ids) - 1 : -1].argmax(axis=1).tolist() == tokens
+
+
+def test_prefill_and_decoding_of_a_batch_equal_one_forward(model):
+    prompts = [prompt(37), prompt(5, seed=1)]
+    result = kvjax.generate(model, prompts, max_new_tokens=12, stop_tokens=(), cache=CACHE)
+    for ids, tokens in zip(prompts, result.tokens, strict=True):
+        assert len(tokens) == 12
+        assert_greedy(model, ids, tokens)
+
+
+def test_scores_in_chunks_equal_one_forward(model):
+    ids = prompt(60, seed=2)
+    scored = kvjax.score(model, ids, prefill_chunk=32, cache=CACHE)
+    expected = logprobs(no_cache_logits(model, ids), ids)
+    np.testing.assert_allclose(scored.logprobs[1:], expected, atol=1e-4)
+
+
+def test_decoding_from_all_pages_selected_equals_one_forward(model):
+    ids = prompt(42, seed=3)
+    every = CacheConfig(page_size=8, select=Select("100%", by="mean"))
+    result = kvjax.generate(model, ids, max_new_tokens=6, stop_tokens=(), cache=every)
+    assert_greedy(model, ids, result.tokens[0])
+
+
+def test_what_needs_keys_and_values_of_one_size_is_refused(model, tmp_path):
+    place = CacheConfig(page_size=8, select=Select("50%"), place=Place())
+    with pytest.raises(KvjaxError, match="place is given and deepseek_v3 has keys of 16 elements"):
+        kvjax.generate(model, prompt(20), max_new_tokens=4, cache=place)
+    with pytest.raises(KvjaxError, match=r"keys of 16 elements and values of 12.*without prefixes"):
+        PrefixCache(tmp_path).add(model, prompt(20), cache=CACHE)
+    with pytest.raises(KvjaxError, match="deepseek_v3 makes keys from latents"):
+        calibrate_formats(model, prompt(20))
