@@ -35,7 +35,7 @@ ROWS = 64
 class Kept:
     """Bytes that a cache's arrays take."""
 
-    per_token: float  # of pages, scales and all
+    per_token: float  # of pages, scales and all, and of sinks, which stay as they are
     recent: float  # a sequence's newest tokens, which stay as they are
 
 
@@ -127,10 +127,12 @@ def encoded_after(
         dims = shape.head_dim, shape.value_dim
         for name, packing, dim in zip(pools, packings, dims, strict=True):
             arguments = getattr(cache, name)[index], cache.block_tables[0]
-            program, _ = compiled(_there_and_back, (packing, size, encoded), *arguments)
+            sinks = 0 if packing is None else chosen.sink_tokens(size)
+            program, _ = compiled(_there_and_back, (packing, size, sinks, encoded), *arguments)
             pool, stored = program(*arguments)
             pools[name].append(pool)
-            kept_bytes += _nbytes(stored) / encoded
+            sink_bytes = 2 * sinks * shape.kv_heads * dim
+            kept_bytes += (_nbytes(stored) + sink_bytes) / encoded
             recent += 2 * newest * shape.kv_heads * dim if packing else 0
     state = dataclasses.replace(
         exact.state,
@@ -141,10 +143,13 @@ def encoded_after(
 
 
 def _there_and_back(
-    static: tuple[PagePacking | None, int, int], pool: Array, table: Int32[Array, " M"]
+    static: tuple[PagePacking | None, int, int, int], pool: Array, table: Int32[Array, " M"]
 ) -> tuple[Array, Any]:
-    """A plain pool with its first tokens encoded and decoded, and what is stored of them."""
-    packing, size, encoded = static
+    """A plain pool with tokens encoded and decoded, and what is stored of them.
+
+    Those are after the sinks, and before the newest; sinks are rounded to bf16 as the newest are.
+    """
+    packing, size, sinks, encoded = static
     if packing is None:
         rounded = pool.astype(jnp.bfloat16)
         return rounded.astype(pool.dtype), rounded[table[: encoded // pool.shape[2]]]
@@ -154,7 +159,12 @@ def _there_and_back(
     pages = rows.reshape(-1, size, heads, dim).swapaxes(1, 2)
     packed = packing.encode(pages, jnp.arange(pages.shape[0], dtype=jnp.int32) * size)
     decoded = packed.values().swapaxes(1, 2).reshape(-1, plain_size, heads, dim)
-    return pool.at[ids].set(decoded.swapaxes(1, 2)), packed.stored()
+    decoded = decoded.swapaxes(1, 2)
+    first = pool[ids].astype(jnp.bfloat16).astype(decoded.dtype)
+    is_sink = jnp.arange(len(ids), dtype=jnp.int32) < sinks // plain_size
+    return pool.at[ids].set(
+        jnp.where(is_sink[:, None, None, None], first, decoded)
+    ), packed.stored()
 
 
 def _asked(
@@ -181,11 +191,14 @@ def _asked(
 
 def kept(cache: PagedKVCache) -> Kept:
     """What a cache's arrays take, by what they grow with."""
-    pools = (*cache.k_pages, *cache.v_pages)
+    pools, sinks = (*cache.k_pages, *cache.v_pages), cache.sink_tokens
+    first = [x[:, :sinks] for recent in cache.recent for x in jax.tree.leaves(recent)]
+    newest = [x[:, sinks:] for recent in cache.recent for x in jax.tree.leaves(recent)]
+    tokens = max(int(cache.lengths.sum()), 1)
     grown = [pool.stored() if isinstance(pool, PackedPages) else pool for pool in pools]
     return Kept(
-        per_token=_nbytes(grown) / cache.num_pages / cache.page_size,
-        recent=_nbytes(cache.recent) / cache.batch,
+        per_token=_nbytes(grown) / cache.num_pages / cache.page_size + _nbytes(first) / tokens,
+        recent=_nbytes(newest) / cache.batch,
     )
 
 

@@ -122,9 +122,10 @@ def calibrate_formats(
     cache_dir: options.CacheDir = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure keys and values for the formats fp8-calibrated, kvquant4, kvquant3 and kvquant2.
+    """Measure keys and values for the formats fp8-calibrated, mixed4, mixed3 and kvquant4 to 2.
 
-    The model reads the texts, and for kvquant's levels goes back through them; takes minutes.
+    The model reads the texts, for kvquant's levels goes back through them, and for the mixed ones
+    tries each layer alone; takes minutes.
 
     Example: kvjax calibrate formats report.txt -o formats.json
     """
@@ -149,7 +150,7 @@ def calibrate_formats(
         return
     note(
         f"{found.tokens:,} tokens, {len(found.layers)} layers; use with: kvjax generate "
-        f"--format {CALIBRATED[2]} --format-calibration {output} ..."
+        f"--format {CALIBRATED[1]} --format-calibration {output} ..."
     )
 
 

@@ -11,6 +11,7 @@ import psutil
 from kvjax.decode import inputs
 from kvjax.decode.calls import Progress
 from kvjax.decode.captured import Captured, captured, first_keys
+from kvjax.decode.format_losses import layer_losses
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
@@ -23,6 +24,9 @@ from kvjax.spec import DEFAULT_PAGE_SIZE
 PART_TOKENS = 512
 """Most tokens that run at once, as a text of their own: the backward pass keeps all of them."""
 
+
+LEAST_TOKENS = 2 * DEFAULT_PAGE_SIZE
+"""Of a text: a page that is encoded, and one that is read over it."""
 
 FIRST_TOKENS = 256
 """Tokens that are tried as the first of a text."""
@@ -38,7 +42,7 @@ def calibrate_formats(
     """Measure ranges and levels of every layer's keys and values; takes minutes.
 
     Texts run in parts of at most 512 tokens, forwards and back: what an error of an element costs
-    is told by the loss's gradient.
+    is told by the loss's gradient. What bits of a layer cost is measured on one or two longer ones.
 
     Args:
       model: that will run.
@@ -50,7 +54,7 @@ def calibrate_formats(
       What formats are made of: see `FormatCalibration.format`.
 
     Raises:
-      KvjaxError: a text is shorter than a page, memory has no room for the samples, or the model
+      KvjaxError: a text is shorter than two pages, memory has no room for the samples, or the model
         makes its keys from latents.
     """
     if any(layer.latent is not None for layer in model.config.layers):
@@ -58,8 +62,9 @@ def calibrate_formats(
             f"{model.name} makes keys from latents and rotates only a part of each: levels are "
             f"measured of keys that are rotated whole; name a format that is not calibrated"
         )
-    most = check_integer("tokens", tokens, DEFAULT_PAGE_SIZE)
-    parts = _parts(_token_ids(model, texts, most), most)
+    most = check_integer("tokens", tokens, LEAST_TOKENS)
+    rows = _token_ids(model, texts, most)
+    parts = _parts(rows, most)
     _check_memory(model, sum(map(len, parts)))
     report = progress or (lambda phase, share: None)
     report("calibrate", 0.0)
@@ -69,13 +74,15 @@ def calibrate_formats(
         program, _ = compiled(captured, model.graphdef, *given)
         for kept, new in zip(samples, jax.device_get(program(*given)), strict=True):
             kept.append(new)
-        report("calibrate", done / (len(parts) + 1))
+        report("calibrate", 0.5 * done / (len(parts) + 1))
     given = (model.params, _first_tokens(parts))
     program, _ = compiled(first_keys, model.graphdef, *given)
+    first = jax.device_get(program(*given))
+    losses = layer_losses(
+        model, [ids[:most] for ids in rows], lambda done: report("calibrate", 0.5 + 0.45 * done)
+    )
     layers = []
-    for shape, kept, sinks in zip(
-        model.config.layers, samples, jax.device_get(program(*given)), strict=True
-    ):
+    for shape, kept, sinks, loss in zip(model.config.layers, samples, first, losses, strict=True):
         of_layer = layer_calibration(
             np.concatenate([part.keys[1:] for part in kept]),
             np.concatenate([part.key_weights[1:] for part in kept]),
@@ -83,6 +90,7 @@ def calibrate_formats(
             np.concatenate([part.value_weights for part in kept]),
             sinks,
             *frequencies(shape),
+            loss,
         )
         layers.append(of_layer)
     report("calibrate", 1.0)
@@ -114,14 +122,14 @@ def _parts(rows: list[list[int]], most: int) -> list[list[int]]:
     """What runs at once: pieces of equal length of each text, whole pages each.
 
     Raises:
-      KvjaxError: a text is shorter than a page.
+      KvjaxError: a text is shorter than two pages.
     """
     size = DEFAULT_PAGE_SIZE
     for row, ids in enumerate(rows):
-        if len(ids) < size:
+        if len(ids) < LEAST_TOKENS:
             raise KvjaxError(
-                f"text {row} has {len(ids)} tokens: at least {size} (a page) are needed to tell "
-                f"what keys are like, and thousands to tell it well; give a longer text"
+                f"text {row} has {len(ids)} tokens: at least {LEAST_TOKENS} (two pages) are needed "
+                f"to tell what keys are like, and thousands to tell it well; give a longer text"
             )
     parts = []
     for ids in rows:

@@ -93,25 +93,28 @@ def as_kept(
     layer: int,
     keys: Float[Array, "n Hkv P D"],
     values: Float[Array, "n Hkv P Dv"],
+    pages: Int32[Array, " n"],
     whole: Bool[Array, " n"],
     kept: tuple[Array, Array],
 ) -> tuple[Float[Array, "n Hkv P D"], Float[Array, "n Hkv P Dv"]]:
     """Pages as steps read them while they are near: whole ones as what is kept of them stands for.
 
-    So that it does not matter whether a page stayed near or came back; but where hot pages are to
-    stay exact, they are as the model made them until they leave.
+    So that it does not matter whether a page stayed near or came back; but the first are as the
+    model made them if the format says so, and where hot pages are to stay exact, others are until
+    they leave.
 
     Args:
       shapes: the program's, with a format.
       layer: whose pages.
       keys: [n, Hkv, P, D].
       values: [n, Hkv, P, Dv].
+      pages: int32 [n], which of its row each is.
       whole: bool [n], which pages are full.
       kept: of `as_bytes`.
     """
     if shapes.hot_exact:
         return keys, values
-    mask = whole[:, None, None, None]
+    mask = (whole & (pages >= shapes.sink_pages))[:, None, None, None]
     new_keys, new_values = from_bytes(shapes, layer, *kept)
     return jnp.where(mask, new_keys, keys), jnp.where(mask, new_values, values)
 

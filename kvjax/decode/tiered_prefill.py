@@ -15,6 +15,7 @@ from kvjax.cache.residency import Residency
 from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_packed import as_bytes, as_kept
+from kvjax.decode.tiered_sinks import of_prompt
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
 from kvjax.models import Decoder, ModelConfig
 from kvjax.pallas_kernels import ragged_paged_attention
@@ -76,7 +77,7 @@ def prefill_row(
         if shapes.format is not None:
             pages = jnp.arange(held, dtype=jnp.int32)
             kept = as_bytes(shapes, layer, keys, values, pages * size)
-            near_keys, near_values = as_kept(shapes, layer, keys, values, pages < full, kept)
+            near_keys, near_values = as_kept(shapes, layer, keys, values, pages, pages < full, kept)
         if shapes.fetches:
             sent = (keys, values) if shapes.format is None else kept
             written = put_prompt(cache.handle, written, layer, row, *sent)
@@ -91,6 +92,7 @@ def prefill_row(
                 layer,
                 keys=_put(pool, to, near_keys, ids),
                 values=_put(cache.values[layer], to, near_values, ids),
+                sinks=of_prompt(cache.sinks[layer], row, keys, values),
                 near=jax.tree.map(
                     lambda old, new: lax.dynamic_update_index_in_dim(old, new, row, 0),
                     cache.near[layer],

@@ -5,6 +5,7 @@ import os
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.identity import fingerprint
+from kvjax.decode.tiered_state import sink_pages
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.policies import Window, WindowPlan
@@ -36,11 +37,14 @@ def slots_by_head(
     layers, heads = len(spec.layers), spec.layers[0].kv_heads
     place, window = cache.place, cache.window or Window()
     given = None if place is None else place.device_bytes
-    a_page = batch * spec.bytes_per_page(cache.page_size) // (layers * heads)  # of one head
+    size = cache.page_size
+    a_page = batch * spec.bytes_per_page(size) // (layers * heads)  # of one head
+    kept = 0 if cache.page_format is None else sink_pages(cache.page_format, size, pages)
+    others = a_page * layers * heads * kept  # of the first pages, which have no slots
     if place is not None and window.plan is not None:
-        plan = _loaded(window.plan, model, cache.page_size, (layers, heads))
+        plan = _loaded(window.plan, model, size, (layers, heads))
         slots = tuple(tuple(min(max(n, count) + 1, pages) for n in row) for row in plan.slots)
-        need = a_page * sum(map(sum, slots))
+        need = a_page * sum(map(sum, slots)) + others
         if given is not None and given < need:
             raise KvjaxError(
                 f"device_bytes is {given}: the slots of the window plan need {need} bytes for "
@@ -49,10 +53,12 @@ def slots_by_head(
     else:
         equal = pages if place is None else min(window.slots(count) + 1, pages)
         if given is not None:
-            equal = min(equal, _affordable(given, a_page * layers * heads, count, pages, batch))
+            equal = min(
+                equal, _affordable(given, others, a_page * layers * heads, count, pages, batch)
+            )
         slots = ((equal,) * heads,) * layers
     widest = max(-(-sum(row) // heads) for row in slots)
-    check_pools(spec, batch * widest, cache.page_size)
+    check_pools(spec, batch * widest, size)
     return slots
 
 
@@ -75,18 +81,20 @@ def _loaded(
     return plan
 
 
-def _affordable(device_bytes: int, a_slot: int, count: int, pages: int, batch: int) -> int:
-    """Slots that device memory has room for.
+def _affordable(
+    device_bytes: int, others: int, a_slot: int, count: int, pages: int, batch: int
+) -> int:
+    """Slots that device memory has room for, beside other bytes.
 
     Raises:
       KvjaxError: they are fewer than a step reads.
     """
-    slots, least = device_bytes // a_slot, min(count + 1, pages)
+    slots, least = max(device_bytes - others, 0) // a_slot, min(count + 1, pages)
     if slots < least:
         raise KvjaxError(
-            f"device_bytes is {device_bytes}: the {count} pages of a step and the page that is "
-            f"being filled need {least * a_slot} bytes for {_rows(batch)}; raise it to that, or "
-            f"lower the budget"
+            f"device_bytes is {device_bytes}: the {count} pages of a step, the page that is being "
+            f"filled and those that never leave need {least * a_slot + others} bytes for "
+            f"{_rows(batch)}; raise it to that, or lower the budget"
         )
     return slots
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Eviction, Residency, nothing_near
 from kvjax.decode.tiered_index import build_index
+from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.policies import Choice, PageIndex
@@ -47,6 +48,11 @@ class TieredShapes:
         return max(self.slots[layer])
 
     @property
+    def sink_pages(self) -> int:
+        """S, first pages of a row that stay as they are."""
+        return 0 if self.format is None else sink_pages(self.format, self.page_size, self.pages)
+
+    @property
     def row_pages(self) -> int:
         """Pages of all layers and KV heads that a row's slots hold, rounded up."""
         heads = sum(map(len, self.slots))
@@ -79,6 +85,7 @@ class TieredCache:
 
     keys: tuple[Float[Array, "F 1 P D"], ...]
     values: tuple[Float[Array, "F 1 P Dv"], ...]
+    sinks: tuple[Sinks, ...]
     near: tuple[Residency, ...]
     limits: Int32[Array, "L Hkv"]  # slots that each head may use, at most those it has
     index: tuple[dict[str, Array], ...]  # [B, ...]
@@ -102,6 +109,12 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         shape = (batch * sum(shapes.slots[layer]), 1, shapes.page_size, width)
         return jnp.zeros(shape, spec.dtype)
 
+    def no_sinks(layer: int) -> Sinks:
+        of = spec.layers[layer]
+        shape = (batch, shapes.sink_pages, of.kv_heads, shapes.page_size)
+        dims = of.head_dim, of.value_dim
+        return Sinks(*(jnp.zeros((*shape, width), spec.dtype) for width in dims))
+
     def empty_index(layer: int) -> dict[str, Array]:
         of, dtype = spec.layers[layer], jnp.dtype(spec.dtype)
         keys, values = (
@@ -116,6 +129,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
     return TieredCache(
         keys=tuple(pool(i, spec.layers[i].head_dim) for i in layers),
         values=tuple(pool(i, spec.layers[i].value_dim) for i in layers),
+        sinks=tuple(no_sinks(i) for i in layers),
         near=tuple(
             nothing_near(batch, len(shapes.slots[i]), pages=pages, slots=shapes.most_slots(i))
             for i in layers
@@ -130,12 +144,24 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
     )
 
 
+def sink_pages(page_format: Format, page_size: int, pages: int) -> int:
+    """First pages of a row that a format leaves as they are.
+
+    Args:
+      page_format: the format.
+      page_size: tokens a page.
+      pages: most pages of a row.
+    """
+    return min(page_format.sink_tokens(page_size) // page_size, pages)
+
+
 def with_layer(
     cache: TieredCache,
     layer: int,
     *,
     keys: Array,
     values: Array,
+    sinks: Sinks,
     near: Residency,
     index: dict[str, Array],
 ) -> TieredCache:
@@ -146,6 +172,7 @@ def with_layer(
       layer: which.
       keys: its pool.
       values: its pool.
+      sinks: its pages that never leave.
       near: what is in its slots.
       index: what its pages are chosen by.
     """
@@ -153,6 +180,7 @@ def with_layer(
         cache,
         keys=_replaced(cache.keys, layer, keys),
         values=_replaced(cache.values, layer, values),
+        sinks=_replaced(cache.sinks, layer, sinks),
         near=_replaced(cache.near, layer, near),
         index=_replaced(cache.index, layer, index),
     )

@@ -14,6 +14,8 @@ from kvjax.decode.step import DecodeState, Rules, draw
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
 from kvjax.decode.tiered_index import estimate_unread, extend_index
 from kvjax.decode.tiered_packed import as_bytes, as_kept, from_bytes, page_shape
+from kvjax.decode.tiered_sinks import filled as filled_sinks
+from kvjax.decode.tiered_sinks import instead
 from kvjax.decode.tiered_state import (
     TieredCache,
     TieredShapes,
@@ -245,7 +247,8 @@ def _collected(
     both = both.reshape(2, -1, *both.shape[3:])
     if step.shapes.format is None:
         return both
-    return jnp.stack(from_bytes(step.shapes, layer, both[0], both[1]))
+    pages = jnp.stack(from_bytes(step.shapes, layer, both[0], both[1]))
+    return instead(cache.sinks[layer], rows, chosen.missing, pages)
 
 
 def _attend_fetched(
@@ -329,8 +332,10 @@ def _written(
         lambda: extend_index(shapes.index, cache.index[layer], page, keys, values),
         lambda: cache.index[layer],
     )
-    written = cache.written
+    written, sinks = cache.written, cache.sinks[layer]
     if shapes.format is not None:
+        if shapes.sink_pages:
+            sinks = filled_sinks(sinks, page, keys, values)
         sent, near_pages = lax.cond(
             jnp.any(filled),
             lambda: _packed(step, layer, keys, values, page, filled),
@@ -354,7 +359,9 @@ def _written(
         )
     if not shapes.keeps:
         near = only(near, used(near, find(near, chosen.open_page)))
-    cache = with_layer(cache, layer, keys=pools[0], values=pools[1], near=near, index=index)
+    cache = with_layer(
+        cache, layer, keys=pools[0], values=pools[1], sinks=sinks, near=near, index=index
+    )
     total = shapes.pages
     traffic = counted(cache.traffic, layer, chosen.pages < total, chosen.missing < total)
     return dataclasses.replace(cache, written=written, traffic=traffic)
@@ -370,4 +377,4 @@ def _packed(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Pages that rows have just filled: what is kept of them, and as steps read them then."""
     kept = as_bytes(step.shapes, layer, keys, values, page * step.shapes.page_size)
-    return kept, as_kept(step.shapes, layer, keys, values, filled, kept)
+    return kept, as_kept(step.shapes, layer, keys, values, page, filled, kept)

@@ -10,17 +10,18 @@ from kvjax.errors import KvjaxError, check_integer
 from kvjax.formats.constant import Constant
 from kvjax.formats.format import Format, LayerFormat
 from kvjax.formats.kvquant import KVQuantKeys, KVQuantValues
+from kvjax.formats.mixed import MIXED_BITS, LayerLosses, mixed_layers
 from kvjax.formats.static_float8 import GREATEST, StaticFloat8
 from kvjax.sealed import read_sealed, write_sealed
 
 MAGIC = "kvjax format calibration"
-VERSION = 1
+VERSION = 2
 
 BITS = (2, 3, 4)
 """Of codes that levels are measured for."""
 
-CALIBRATED = ("fp8-calibrated", "kvquant4", "kvquant3", "kvquant2")
-"""Formats that a calibration makes, by name."""
+CALIBRATED = ("fp8-calibrated", "mixed4", "mixed3", "kvquant4", "kvquant3", "kvquant2")
+"""Formats that a calibration makes, by name; mixed4 takes no more bytes than int4."""
 
 _AGAIN = "calibrate again"
 
@@ -40,6 +41,7 @@ class LayerCalibration:
       value_levels: the same of values, in half of a token's range from its middle.
       key_most: [Hkv], the greatest distance of a key's element from its middle.
       value_most: [Hkv], the greatest magnitude of a value's element.
+      losses: what codes of `MIXED_BITS` bits cost, in nats; None of a layer with a window.
     """
 
     frequencies: Constant
@@ -52,6 +54,7 @@ class LayerCalibration:
     value_levels: tuple[Constant, ...]
     key_most: Constant
     value_most: Constant
+    losses: LayerLosses | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +84,25 @@ class FormatCalibration:
             raise KvjaxError(
                 f"format is {name!r}: a calibration makes one of {', '.join(CALIBRATED)}"
             )
+        sinks = 0
         if name == "fp8-calibrated":
             made = [_float8(layer) for layer in self.layers]
+        elif name.startswith("mixed"):
+            losses = [layer.losses for layer in self.layers]
+            shapes = [
+                (layer.key_middle.shape[0], layer.key_middle.shape[1]) for layer in self.layers
+            ]
+            made = list(mixed_layers(losses, shapes, int(name.removeprefix("mixed"))))
+            sinks = 1
         else:
             made = [_kvquant(layer, int(name.removeprefix("kvquant"))) for layer in self.layers]
-        return Format(made[0].keys, made[0].values, layers=tuple(enumerate(made)), model=self.model)
+        return Format(
+            made[0].keys,
+            made[0].values,
+            sinks=sinks,
+            layers=tuple(enumerate(made)),
+            model=self.model,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calibration as JSON, whole or not at all; an older file is replaced.
@@ -219,7 +236,15 @@ def _layer(fields: dict[str, Any]) -> LayerCalibration:
     sharpen = float(fields["sharpen"])
     if not sharpen > 0:
         raise ValueError(f"sharpen is {sharpen}")
-    return LayerCalibration(sharpen=sharpen, **arrays, **levels)
+    losses = None if fields["losses"] is None else LayerLosses(*map(_losses, fields["losses"]))
+    return LayerCalibration(sharpen=sharpen, losses=losses, **arrays, **levels)
+
+
+def _losses(values: Any) -> tuple[float, ...]:
+    losses = tuple(map(float, values))
+    if len(losses) != len(MIXED_BITS) or not all(0 <= loss < np.inf for loss in losses):
+        raise ValueError(f"losses are {values}, not {len(MIXED_BITS)} finite numbers of 0 or more")
+    return losses
 
 
 def _constant(name: str, values: Any) -> Constant:

@@ -300,13 +300,16 @@ def int8() -> Format:
     return Format(packing, packing)
 
 
-def int4(*, bits: int = 4, value_bits: int | None = None, group: int = 32) -> Format:
+def int4(
+    *, bits: int = 4, value_bits: int | None = None, group: int = 32, sinks: int = 1
+) -> Format:
     """Integers of 2 to 4 bits: keys by channel, over the page's tokens, values by token.
 
     Args:
       bits: of keys.
       value_bits: of values; None takes `bits`.
       group: channels of a value that share a scale.
+      sinks: as of `Format`; one token is one page.
     """
     value_bits = bits if value_bits is None else value_bits
     for name, count in (("bits", bits), ("value_bits", value_bits)):
@@ -315,6 +318,7 @@ def int4(*, bits: int = 4, value_bits: int | None = None, group: int = 32) -> Fo
     return Format(
         Packing(bits=bits, channels=1, scale_dtype="float8_e4m3fn"),
         Packing(bits=value_bits, tokens=1, channels=group, scale_dtype="float8_e4m3fn"),
+        sinks=sinks,
     )
 
 
@@ -340,7 +344,7 @@ NAMED = {
     "fp8-e5m2": float8("float8_e5m2"),
     "fp8-products": float8(products="float8"),
     "int8": int8(),
-    "int8-int4": Format(int8().keys, int4().values),
+    "int8-int4": Format(int8().keys, int4().values, sinks=1),
     "int4": int4(),
     "int4-int2": int4(value_bits=2),
     "int3": int4(bits=3),

@@ -9,6 +9,7 @@ from kvjax.formats.calibration import BITS, LayerCalibration
 from kvjax.formats.constant import Constant
 from kvjax.formats.kvquant import OUTLIERS, token_ranges
 from kvjax.formats.levels import best_levels
+from kvjax.formats.mixed import LayerLosses
 from kvjax.spec import DEFAULT_PAGE_SIZE
 
 BINS = 512
@@ -23,6 +24,7 @@ def layer_calibration(
     sinks: Float32[np.ndarray, "S Hkv D"],
     frequencies: Float32[np.ndarray, " half"],
     sharpen: float,
+    losses: LayerLosses | None,
 ) -> LayerCalibration:
     """What one layer's keys and values are like.
 
@@ -37,6 +39,7 @@ def layer_calibration(
       sinks: keys of S tokens that are the first of a text.
       frequencies: of the rotary embedding.
       sharpen: what that multiplies keys by.
+      losses: of the layer; see `LayerCalibration`.
     """
     low, high = np.quantile(keys, [OUTLIERS / 2, 1 - OUTLIERS / 2], axis=0)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -63,6 +66,7 @@ def layer_calibration(
             np.maximum(np.abs(keys - middle).max(axis=(0, 2)), sink_reach.max(axis=1))
         ),
         value_most=Constant(np.abs(values).max(axis=(0, 2))),
+        losses=losses,
     )
 
 

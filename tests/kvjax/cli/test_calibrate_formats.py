@@ -33,7 +33,7 @@ def run(folder):
 def test_a_calibration_is_written_and_told(run, folder, tmp_path):
     result = run(folder / "text.txt", "-o", tmp_path / "formats.json", "-n", "64")
     assert result.exit_code == 0, result.output
-    assert "64 tokens, 2 layers; use with: kvjax generate --format kvquant3" in result.output
+    assert "64 tokens, 2 layers; use with: kvjax generate --format mixed4" in result.output
     for name in CALIBRATED:
         assert len(load_calibrated(tmp_path / "formats.json", name).layers) == 2
 

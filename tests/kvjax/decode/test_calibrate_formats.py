@@ -109,15 +109,15 @@ def test_one_text_of_ids_is_a_list_of_one():
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
-    with pytest.raises(KvjaxError, match="text 1 has 15 tokens: at least 16"):
-        calibrate_formats(model(), [prompt(16), prompt(15)])
+    with pytest.raises(KvjaxError, match="text 1 has 31 tokens: at least 32"):
+        calibrate_formats(model(), [prompt(32), prompt(31)])
     with pytest.raises(KvjaxError, match="texts is empty"):
         calibrate_formats(model(), [])
-    with pytest.raises(KvjaxError, match="tokens is 8: must be an integer of at least 16"):
-        calibrate_formats(model(), prompt(16), tokens=8)
+    with pytest.raises(KvjaxError, match="tokens is 8: must be an integer of at least 32"):
+        calibrate_formats(model(), prompt(32), tokens=8)
     with pytest.raises(KvjaxError, match="came without a tokenizer"):
         calibrate_formats(model(), "a text")
     small = dataclasses.make_dataclass("Memory", [("available", int)])(1000)
     monkeypatch.setattr("psutil.virtual_memory", lambda: small)
     with pytest.raises(KvjaxError, match="this machine has 1000 bytes of memory free"):
-        calibrate_formats(model(), prompt(16))
+        calibrate_formats(model(), prompt(32))

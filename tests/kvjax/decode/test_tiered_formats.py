@@ -51,6 +51,8 @@ FORMATS = {
     "int4": int4(),
     "int4-int2": int4(value_bits=2),
     "int8": int8(),
+    "int4, first 9 tokens": dataclasses.replace(int4(), sinks=9),
+    "int4, all tokens": dataclasses.replace(int4(), sinks=64),
 }
 
 
@@ -79,17 +81,19 @@ def run(cache):
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_format_that_loses_nothing_changes_nothing(times):
-    ids, got, _ = run(over_tiers("whole", times, "100%"))
+@pytest.mark.parametrize("format", ["whole", "int4, all tokens"])
+def test_a_format_that_loses_nothing_changes_nothing(format, times):
+    ids, got, _ = run(over_tiers(format, times, "100%"))
     for row, n in enumerate(PROMPTS):
         want = no_cache_logits(made(), ids[row])[n - 1 : n - 1 + len(got[row])]
         np.testing.assert_allclose(got[row], want, atol=1e-5)
 
 
-def test_where_a_page_is_does_not_matter():
-    near = run(over_tiers("int4", 9))[1]
+@pytest.mark.parametrize("format", ["int4", "int4, first 9 tokens"])
+def test_where_a_page_is_does_not_matter(format):
+    near = run(over_tiers(format, 9))[1]
     for times in (0, 1):
-        for x, y in zip(run(over_tiers("int4", times))[1], near, strict=True):
+        for x, y in zip(run(over_tiers(format, times))[1], near, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.formats.calibration import FormatCalibration
+from kvjax.formats.mixed import LayerLosses
 from kvjax.formats.statistics import layer_calibration
 from kvjax.models import LayerConfig
 from kvjax.models.rope import frequencies, rotate, rotations
@@ -83,7 +84,9 @@ def calibration(keys, values, layer=LAYER):
     """One layer, every error weighed the same."""
     keys, values = tokens_of(keys)[1:], tokens_of(values)
     ones = np.ones_like(values)
-    found = layer_calibration(keys, ones[1:], values, ones, some_sinks(), *frequencies(layer))
+    losses = LayerLosses((0.3, 0.05, 0.01, 0.0), (0.1, 0.02, 0.004, 0.0))
+    turns = frequencies(layer)
+    found = layer_calibration(keys, ones[1:], values, ones, some_sinks(), *turns, losses)
     return FormatCalibration("0" * 64, len(values), (found,))
 
 

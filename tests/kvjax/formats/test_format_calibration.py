@@ -26,7 +26,7 @@ def test_what_was_saved_is_loaded(path):
 
 @pytest.mark.parametrize("name", ["kvquant5", "int4", ""])
 def test_other_formats_are_refused(path, name):
-    with pytest.raises(KvjaxError, match="makes one of fp8-calibrated, kvquant4, kvquant3, kvq"):
+    with pytest.raises(KvjaxError, match="makes one of fp8-calibrated, mixed4, mixed3, kvquant4"):
         load_calibrated(path, name)
 
 
@@ -60,6 +60,8 @@ def test_a_damaged_file_is_refused(path):
         ("key_levels", [[0.0] * 4], "key_levels are not of"),
         ("value_levels", [[0, 1, 2, 1], [0] * 8, [0] * 16], "value_levels do not ascend"),
         ("sharpen", 0, "sharpen is 0"),
+        ("losses", [[0.1] * 4, [0.1] * 3], "not 4 finite numbers"),
+        ("losses", [[0.1] * 4, [0.1, 0.1, -0.1, 0]], "not 4 finite numbers"),
         ("frequencies", "x", "could not convert"),
     ],
 )
