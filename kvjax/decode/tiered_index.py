@@ -21,9 +21,12 @@ def index_for(select: Select, config: ModelConfig) -> PageIndex:
 
     Args:
       select: names it.
-      config: the model's. If its layers rotate differently, keys are taken as they are.
+      config: the model's. If its layers rotate differently, or keys of latents only in part, they
+        are taken as they are.
     """
     index = select.index()
+    if any(layer.latent is not None for layer in config.layers):
+        return index
     rotations = {(tuple(r.tolist()), s) for r, s in map(frequencies, config.layers)}
     if select.by != "low-rank" or not isinstance(index, LowRank) or len(rotations) > 1:
         return index

@@ -48,7 +48,7 @@ def test_scores_in_chunks_equal_one_forward(model):
 
 def test_decoding_from_all_pages_selected_equals_one_forward(model):
     ids = prompt(42, seed=3)
-    every = CacheConfig(page_size=8, select=Select("100%", by="mean"))
+    every = CacheConfig(page_size=8, select=Select("100%", by="low-rank"))
     result = kvjax.generate(model, ids, max_new_tokens=6, stop_tokens=(), cache=every)
     assert_greedy(model, ids, result.tokens[0])
 
