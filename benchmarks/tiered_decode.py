@@ -124,7 +124,12 @@ def _measure(
 def _cache(model: Model, method: Method, budget: float, folder: str, tokens: int) -> CacheConfig:
     prompt_bytes = model.spec.bytes_per_token * tokens
     where = place(method, f"{folder}/pages", prompt_bytes)
-    return CacheConfig(select=method.select(f"{budget}%"), window=method.window, place=where)
+    return CacheConfig(
+        select=method.select(f"{budget}%"),
+        window=method.window,
+        place=where,
+        format=method.format,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kvjax.policies.tiering import By
 EXACT = "all pages, in memory"
 OURS = "low-bit keys, window x3"
 PLANNED = "low-bit keys, planned windows"
+PACKED = {name: f"low-bit keys, window x3, pages in {name}" for name in ("int8", "int4")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Method:
       host: share of the prompt's pages that host memory has room for, the store holding all of
         them; None keeps all in host memory.
       planned: whether heads share the window's memory by what each was seen to fetch.
+      format: of pages.
     """
 
     by: By | PageIndex
     window: Window = dataclasses.field(default_factory=Window)
     host: float | None = None
     planned: bool = False
+    format: str | None = None
 
     def select(self, budget: str) -> Select:
         """The selection at a budget."""
@@ -50,6 +53,7 @@ METHODS: dict[str, Method] = {
     "low-bit keys, window x3, LRU": Method("low-bit", Window(3, "lru")),
     "low-bit keys, window x3, LFU": Method("low-bit", Window(3, "lfu")),
     "low-bit keys, window x3, a quarter in host memory": Method("low-bit", host=0.25),
+    **{name: Method("low-bit", format=format) for format, name in PACKED.items()},
     "centroids, then low-bit keys": Method("hierarchical"),
     "centroids, then page means (KVDrive)": Method(Hierarchical(MeanKeys(), probe=0.5)),
     "exact keys (oracle)": Method("keys"),
