@@ -15,6 +15,7 @@ from kvjax.cli.console import bars, errors, note
 from kvjax.cli.running import open_model
 from kvjax.config import CacheConfig
 from kvjax.decode import Calibration, PrefixConfig, Trial
+from kvjax.decode.calibrate_formats import LEAST_TOKENS
 from kvjax.errors import KvjaxError
 from kvjax.formats import CALIBRATED
 from kvjax.policies import Select, Window
@@ -114,7 +115,10 @@ def calibrate_formats(
     tokens: Annotated[
         int,
         typer.Option(
-            "--tokens", "-n", help="Most that are measured, of all texts in equal shares."
+            "--tokens",
+            "-n",
+            min=LEAST_TOKENS,
+            help="Most that are measured, of all texts in equal shares.",
         ),
     ] = 4096,
     model: options.ModelName = "smollm2-135m",

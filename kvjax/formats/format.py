@@ -165,7 +165,8 @@ class Format:
           page_size: tokens a page.
 
         Raises:
-          KvjaxError: a group does not fill pages, or a skipped layer is not there.
+          KvjaxError: a group does not fill pages, a skipped layer is not there, or a layer keeps
+            latents.
         """
         count = len(spec.layers)
         named = [("skip_layers", i) for i in self.skip_layers]
@@ -174,6 +175,13 @@ class Format:
                 raise KvjaxError(
                     f"{name} has layer {index}: the model has {count}, 0 to {count - 1}"
                 )
+        own = [index % count for index, _ in self.layers]
+        twice = next((index for index in own if own.count(index) > 1), None)
+        if twice is not None:
+            raise KvjaxError(
+                f"layers has layer {twice} more than once (of {count}; a negative one counts from "
+                f"the last): give it one LayerFormat"
+            )
         if all(self.layer(spec, index) is None for index in range(count)):
             raise KvjaxError(
                 "format packs no layer: all are in skip_layers, or have a sliding window; pass "
@@ -182,6 +190,11 @@ class Format:
         for index, shape in enumerate(spec.layers):
             chosen = self.layer(spec, index)
             if chosen is not None:
+                if shape.kind == "mla":
+                    raise KvjaxError(
+                        f"format packs layer {index}, which keeps latents: formats are of keys and "
+                        f"values; leave out format, or name the layer in skip_layers"
+                    )
                 chosen.keys.check("keys", page_size, shape.head_dim)
                 chosen.values.check("values", page_size, shape.value_dim)
                 if self.products == "float8":

@@ -153,6 +153,13 @@ def test_layers_are_pairs(layers):
         Format(Packing(), Packing(), layers=layers)
 
 
+def test_a_layer_has_one_packing():
+    one = LayerFormat(int8().keys, int8().values)
+    format = dataclasses.replace(int4(), layers=((1, one), (-1, one)))
+    with pytest.raises(KvjaxError, match=r"layers has layer 1 more than once \(of 2;"):
+        generate(model("llama"), prompt(20), cache=CacheConfig(format=format))
+
+
 def test_a_layer_has_a_packing_of_its_own():
     of, other = model("llama").spec, LayerFormat(int8().keys, int8().values)
     format = dataclasses.replace(int4(), layers=((-1, other),))
