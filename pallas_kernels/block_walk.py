@@ -1,17 +1,22 @@
-"""Decode attention in XLA over a list of blocks of pages, each a partial softmax, then merged."""
+"""Decode attention in XLA over a list of blocks of pages, with a running softmax a sequence."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.pallas_kernels.merge_attention.xla import add_sink, merge_attention_xla
+from kvjax.pallas_kernels.merge_attention.xla import add_sink
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
-from kvjax.pallas_kernels.page_walk import finite, gather_heads, scores_of, values_of
+from kvjax.pallas_kernels.page_walk import (
+    finite,
+    flat_pages,
+    gather_heads,
+    scores_of,
+    values_of,
+)
 
 BLOCK_TOKENS = 256
 """Tokens whose keys are gathered and scored together, of one sequence: they fit a core's cache."""
@@ -34,12 +39,14 @@ class Plan(NamedTuple):
     length: Int32[Array, ""]
 
 
-class _Partials(NamedTuple):
-    """One partial softmax a block; blocks of sequence b stand at b * J .. (b + 1) * J - 1."""
+class _Running(NamedTuple):
+    """What the blocks so far made of each row; page statistics are of blocks b * J .. of row b."""
 
-    out: Float[Array, "blocks Hkv G Dv"]  # not normalised
-    top: Float[Array, "blocks Hkv G pages"]  # greatest score in each page of the block
-    total: Float[Array, "blocks Hkv G pages"]  # sum of exp(score - top) in it
+    out: Float[Array, "B Hkv G Dv"]  # sum of exp(score - top) * value
+    top: Float[Array, "B Hkv G"]  # greatest score
+    total: Float[Array, "B Hkv G"]  # sum of exp(score - top)
+    page_max: Float[Array, "blocks Hkv G pages"] | None
+    page_sum: Float[Array, "blocks Hkv G pages"] | None
 
 
 def attend_blocks(
@@ -77,60 +84,69 @@ def attend_blocks(
     batch, query_heads, head_dim = q.shape
     kv_heads = max(k_pages.shape[1], plan.pages.shape[1])
     groups = query_heads // kv_heads
-    pages = plan.pages.shape[2] if page_stats else 1
+    pages = plan.pages.shape[2]
     f32 = jnp.float32
     grouped = q.astype(f32).reshape(batch, kv_heads, groups, head_dim)
     if value_q is not None:
         value_q = value_q.astype(f32).reshape(batch, kv_heads, groups, -1)
 
-    def visit(i: Int32[Array, ""], partials: _Partials) -> _Partials:
+    k_flat, v_flat = flat_pages(k_pages), flat_pages(v_pages)
+
+    def visit(i: Int32[Array, ""], running: _Running) -> _Running:
         row, column = plan.row[i], plan.column[i]
         seen = visible(i)
-        k = gather_heads(k_pages, plan.pages[i]).astype(f32)
-        v = gather_heads(v_pages, plan.pages[i]).astype(f32)
+        k = gather_heads(k_pages, plan.pages[i], k_flat).astype(f32)
+        v = gather_heads(v_pages, plan.pages[i], v_flat).astype(f32)
+        # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
+        v = jnp.where(seen[:, :, None], v, 0.0)
         s = scores_of(grouped[row], k, scale, soft_cap)
         if value_q is not None:
             s += scores_of(value_q[row], v, scale, None)
         s = jnp.where(seen[:, None, :], s, -jnp.inf)
-        by_page = s.reshape(kv_heads, groups, pages, -1)
-        top = by_page.max(axis=3)
-        total = jnp.exp(by_page - finite(top)[..., None]).sum(axis=3)
-        weights = jnp.exp(s - finite(top.max(axis=2, keepdims=True)))
-        # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN.
-        v = jnp.where(seen[:, :, None], v, 0.0)
-        block = _Partials(out=values_of(weights, v), top=top, total=total)
-        at = row * columns + column
-        updated: _Partials = jax.tree.map(
-            lambda x, new: lax.dynamic_update_index_in_dim(x, new, at, 0), partials, block
-        )
-        return updated
+        top = jnp.maximum(running.top[row], s.max(axis=2))
+        weights = jnp.exp(s - finite(top)[..., None])
+        fade = jnp.exp(running.top[row] - finite(top))
+        rows = {
+            "out": running.out[row] * fade[..., None] + values_of(weights, v),
+            "top": top,
+            "total": running.total[row] * fade + weights.sum(axis=2),
+        }
+        blocks = {}
+        if page_stats:
+            by_page = s.reshape(kv_heads, groups, pages, -1)
+            best = by_page.max(axis=3)
+            blocks["page_max"] = best
+            blocks["page_sum"] = jnp.exp(by_page - finite(best)[..., None]).sum(axis=3)
+        updated = [
+            (name, lax.dynamic_update_index_in_dim(getattr(running, name), new, at, 0))
+            for at, made in ((row, rows), (row * columns + column, blocks))
+            for name, new in made.items()
+        ]
+        return running._replace(**dict(updated))
 
-    shape = (batch * columns, kv_heads, groups)
-    partials = _Partials(
-        out=jnp.zeros((*shape, v_pages.shape[3]), f32),
-        top=jnp.full((*shape, pages), -jnp.inf, f32),
-        total=jnp.zeros((*shape, pages), f32),
+    heads = (kv_heads, groups)
+    by_block = (batch * columns, *heads, pages)
+    running = _Running(
+        out=jnp.zeros((batch, *heads, v_pages.shape[3]), f32),
+        top=jnp.full((batch, *heads), -jnp.inf, f32),
+        total=jnp.zeros((batch, *heads), f32),
+        page_max=jnp.full(by_block, -jnp.inf, f32) if page_stats else None,
+        page_sum=jnp.zeros(by_block, f32) if page_stats else None,
     )
-    partials = lax.fori_loop(0, plan.length, visit, partials)
-
-    def by_row(x: Array) -> Array:
-        """[blocks, Hkv, G, last] to [B, J, Hq, last]."""
-        return x.reshape(batch, columns, query_heads, -1)
-
-    out, top, total = by_row(partials.out), by_row(partials.top), by_row(partials.total)
-    block_top = finite(top.max(axis=3))  # what each block's `out` was scaled by
-    mass = (jnp.exp(top - block_top[..., None]) * total).sum(axis=3)
-    out = out / jnp.where(mass == 0.0, 1.0, mass)[..., None]
-    lse = block_top + jnp.log(mass)
-    result = merge_attention_xla(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0))
+    running = lax.fori_loop(0, plan.length, visit, running)
+    out = running.out / jnp.where(running.total == 0.0, 1.0, running.total)[..., None]
+    result = AttentionOutput(
+        out=out.reshape(batch, query_heads, -1),
+        lse=(finite(running.top) + jnp.log(running.total)).reshape(batch, query_heads),
+    )
     if sink_logits is not None:
         result = add_sink(result, sink_logits)
     result = result._replace(out=result.out.astype(q.dtype))
-    if not page_stats:
+    if running.page_max is None or running.page_sum is None:
         return result
 
-    def by_entry(x: Array) -> Array:
-        """[B, J, Hq, pages] to [B, Hq, J * pages]."""
+    def by_entry(x: Float[Array, "blocks Hkv G pages"]) -> Float[Array, "B Hq entries"]:
+        x = x.reshape(batch, columns, query_heads, pages)
         return x.transpose(0, 2, 1, 3).reshape(batch, query_heads, -1)
 
-    return result._replace(page_max=by_entry(top), page_sum=by_entry(total))
+    return result._replace(page_max=by_entry(running.page_max), page_sum=by_entry(running.page_sum))

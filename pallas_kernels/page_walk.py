@@ -56,9 +56,27 @@ def block_span(
     return sinks, first, last
 
 
+def flat_pages(pool: KeyPool) -> Float[Array, "rows _"] | PackedPages:
+    """A plain pool as the rows that `gather_heads` takes of it; a packed one as it is.
+
+    Ahead of a loop, this keeps JAX 0.10 on CPU from copying a pool [N, P, D] that was given its
+    axis of one head: it lays [N, 1, P, D] out otherwise than a loop wants it.
+
+    Args:
+        pool: [N, Hkv, P, D], plain or packed.
+
+    Returns:
+        [N * Hkv, P * D].
+    """
+    if isinstance(pool, PackedPages):
+        return pool
+    return pool.reshape(pool.shape[0] * pool.shape[1], -1)
+
+
 def gather_heads(
     pool: KeyPool,
     pages: Int32[Array, " pages"] | Int32[Array, "lists pages"],
+    flat: Float[Array, "rows _"] | PackedPages | None = None,
 ) -> Float[Array, "heads tokens D"]:
     """Fetch pages so that each KV head's tokens lie one after the other.
 
@@ -69,6 +87,7 @@ def gather_heads(
         pool: [N, Hkv, P, D], plain or packed; what is taken of a packed one is unpacked.
         pages: int32 [pages], ids, or [Hkv, pages] where each KV head has its own, or [lists, pages]
             of a pool with one KV head; N or more reads some page of the pool, to be hidden.
+        flat: what `flat_pages` makes of the pool, where that was done ahead of a loop.
 
     Returns:
         [Hkv or lists, pages * P, D].
@@ -76,21 +95,25 @@ def gather_heads(
     count, heads, _, dim = pool.shape
     pages = pages.reshape(-1, pages.shape[-1])
     rows = pages * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
+    held = flat_pages(pool) if flat is None else flat
     # JAX 0.10 gathers bfloat16 as float32 on CPU: let XLA convert what is taken, by this very
     # gather, and not the whole pool, ahead of the loop or shared with another one's conversion.
-    pool, rows = lax.optimization_barrier((pool, rows))
+    held, rows = lax.optimization_barrier((held, rows))
 
     def taken(array: Array) -> Array:
         """[N, Hkv, ...] to [lists, pages, ...]; of 8-bit floats the bytes, which XLA copies."""
         flat = array.reshape(count * heads, -1)
         if array.dtype.name in FLOAT8:
             flat = lax.bitcast_convert_type(flat, jnp.uint8)
-        flat = lax.bitcast_convert_type(flat.at[rows].get(mode="clip"), array.dtype)
-        return flat.reshape(*rows.shape, *array.shape[2:])
+        return lax.bitcast_convert_type(flat.at[rows].get(mode="clip"), array.dtype)
 
-    if not isinstance(pool, PackedPages):
-        return taken(pool).reshape(rows.shape[0], -1, dim)
-    return _unpacked(pool, jax.tree.map(taken, pool.stored()))
+    if not isinstance(held, PackedPages):
+        return taken(held).reshape(rows.shape[0], -1, dim)
+
+    def of_pages(array: Array) -> Array:
+        return taken(array).reshape(*rows.shape, *array.shape[2:])
+
+    return _unpacked(held, jax.tree.map(of_pages, held.stored()))
 
 
 def _unpacked(pool: PackedPages, taken: dict[str, Any]) -> Float32[Array, "heads tokens D"]:

@@ -113,7 +113,7 @@ class BlockFolder(NamedTuple):
         work = stream.work
         start = pl.multiple_of(piece * count, count)
         rows = pl.ds(start, count)
-        few = count == tiles.window_rows < LANES
+        few = count == tiles.window_rows < LANES  # the matrix unit is that tall at least
         kv_heads, pages, page_size, _ = self.keys.shape[1:]
         num_slots = pages * page_size
 
@@ -145,7 +145,7 @@ class BlockFolder(NamedTuple):
             values = self.values[_half(self.values, buffer), head].reshape(num_slots, -1)
             if queries.dtype == jnp.float32:
                 values = values.astype(jnp.float32)
-            if chosen is not None:
+            if chosen is not None:  # 0 * NaN would be NaN, as in `_clean_values`
                 kept = jnp.where(chosen > 0.0, values.astype(jnp.float32), 0.0)
                 values = kept.astype(values.dtype)
             pairs = [(queries, keys)]

@@ -2,8 +2,8 @@
 
 The blocks that some sequence needs are listed one sequence after the other, so that a batch of
 unequal lengths costs the sum of its lengths, and the loop's trip count follows the lengths, not the
-width of the block tables. Each block leaves a partial softmax; they are merged at the end (the
-split-KV decoding of FlashAttention, with its log-sum-exp merge, arXiv:2205.14135, section 3.1).
+width of the block tables. A sequence's blocks fold into a running softmax, as in FlashAttention
+(arXiv:2205.14135, section 3.1): what they leave behind is one output a sequence, not one a block.
 """
 
 import jax.numpy as jnp

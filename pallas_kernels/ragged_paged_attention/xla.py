@@ -16,6 +16,7 @@ from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.page_walk import (
     block_span,
     finite,
+    flat_pages,
     gather_heads,
     padded_tables,
     scores_of,
@@ -104,6 +105,8 @@ def ragged_paged_attention_xla(
         padded = padded.reshape(blocks, block, kv_heads, groups, -1)
         return padded.transpose(0, 2, 1, 3, 4).reshape(blocks, kv_heads, rows, -1)
 
+    k_flat, v_flat = flat_pages(k_pages), flat_pages(v_pages)
+
     def attend_block(
         inputs: tuple[Array, Array | None, Array, Array, Array],
     ) -> AttentionOutput:
@@ -129,8 +132,8 @@ def ragged_paged_attention_xla(
                     near = slot[None, :] > places[:, None] - window
                     visible &= near | (slot < sink_tokens)[None, :]
                     held &= (slot > oldest - window) | (slot < sink_tokens)
-                k = gather_heads(k_pages, names).astype(f32)
-                v = gather_heads(v_pages, names).astype(f32)
+                k = gather_heads(k_pages, names, k_flat).astype(f32)
+                v = gather_heads(v_pages, names, v_flat).astype(f32)
                 # A slot that no row here may see can hold NaN, and 0 * NaN is NaN.
                 v = jnp.where(held[None, :, None], v, 0.0)
                 s = scores_of(queries, k, scale, soft_cap)

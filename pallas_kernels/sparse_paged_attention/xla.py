@@ -2,8 +2,7 @@
 
 A block is a run of columns of one sequence's lists, all KV heads together; where the pool has one
 KV head, those of a few sequences, so that short lists are not a block each. Blocks without a token
-are not visited, wherever in the lists they stand, so time follows what is listed and not K. Each
-block leaves a partial softmax, as in `paged_attention`.
+are not visited, wherever in the lists they stand, so time follows what is listed and not K.
 """
 
 import jax

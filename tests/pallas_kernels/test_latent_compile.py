@@ -102,3 +102,15 @@ def test_lowers_for_cuda(form):
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=gpu)):
         lowered = jax.jit(function).trace(**arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("form", API)
+def test_xla_copies_no_pool(form):
+    """The pools' missing axis of one head must not cost a copy, nor outputs grow with contexts."""
+    arguments = shapes(form, 64, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct)
+    function = functools.partial(API[form], scale=SCALE, implementation="xla")
+    level = {"xla_backend_optimization_level": 1}
+    compiled = jax.jit(function).lower(**arguments).compile(compiler_options=level)
+    ropes, queries = arguments["ropes"], arguments["q_latent"]
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 8 * 4 * queries.size + ropes.size * ropes.dtype.itemsize / 10
