@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.models import ModelConfig, Tokenizer
+from kvjax.models import LayerConfig, ModelConfig, Tokenizer
 from kvjax.models.checkpoint import Checkpoint, Params, build
 from kvjax.spec import KVSpec, LayerSpec
 
@@ -30,22 +30,28 @@ class Model:
 
     @property
     def spec(self) -> KVSpec:
-        """What one token costs this model's cache, stored in the dtype of its matrices."""
+        """What one token costs this model's cache, stored in the dtype of its matrices.
+
+        Layers with latents keep those. Over tiers they keep keys and values: see `kv_spec`.
+        """
         return kv_spec(self.config, self.dtype)
 
 
-def kv_spec(config: ModelConfig, dtype: str) -> KVSpec:
+def kv_spec(config: ModelConfig, dtype: str, *, expanded: bool = False) -> KVSpec:
     """What a model's cache stores.
 
     Args:
       config: the model's.
-      dtype: of the stored keys and values.
+      dtype: of the stored keys and values, or latents.
+      expanded: whether layers with latents keep the keys and values that are made of them.
     """
-    layers = tuple(
-        LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, layer.value_dim, window=layer.window)
-        for layer in config.layers
-    )
-    return KVSpec(layers, dtype)
+    return KVSpec(tuple(_layer_spec(layer, expanded) for layer in config.layers), dtype)
+
+
+def _layer_spec(layer: LayerConfig, expanded: bool) -> LayerSpec:
+    if layer.latent is not None and not expanded:
+        return LayerSpec.mla(layer.latent.rank, layer.rope_dim, window=layer.window)
+    return LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, layer.value_dim, window=layer.window)
 
 
 def from_checkpoint(checkpoint: Checkpoint, *, name: str, dtype: str = "float32") -> Model:

@@ -150,11 +150,20 @@ class LayerSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def pool_dims(self) -> tuple[int, int, int]:
+        """KV heads, and elements of a key and of a value, as pages hold them.
+
+        Pages of latents have one head: its key is the rotated position key, its value the latent.
+        """
+        if self.kind == "mla":
+            return 1, self.rope_dim, self.latent_dim
+        return self.kv_heads, self.head_dim, self.value_dim
+
+    @property
     def elements_read_per_token(self) -> int:
         """Elements attention reads of one visible token, wherever they are stored."""
-        if self.kind == "mla":
-            return self.latent_dim + self.rope_dim
-        return self.kv_heads * (self.head_dim + self.value_dim)
+        heads, key, value = self.pool_dims
+        return heads * (key + value)
 
     @property
     def elements_per_token(self) -> int:

@@ -7,7 +7,7 @@ from kvjax.models.attend import (
     contiguous_cache,
     dense_attention,
 )
-from kvjax.models.attention import Attend
+from kvjax.models.attention import Attend, LatentAttend
 from kvjax.models.checkpoint import (
     Checkpoint,
     Params,
@@ -38,6 +38,7 @@ __all__ = [
     "Experts",
     "GGUFFile",
     "Latent",
+    "LatentAttend",
     "LayerConfig",
     "ModelConfig",
     "Params",

@@ -1,7 +1,7 @@
 """Attention up to a cache: what a layer computes around an `attend`."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,6 +21,37 @@ Attend = Callable[[int, Heads, Heads, Heads, State], tuple[Heads, State]]
 
 `layer` is a Python int; q, k and v are float32, rotated and normalised.
 """
+
+
+@runtime_checkable
+class LatentAttend(Protocol[State]):
+    """An `attend` that keeps latents: a layer that has them never makes keys and values of them.
+
+    Its queries are absorbed, so that the score of a token is that of the model's own heads:
+    scale * (q . latent + q_rope . rotated).
+    """
+
+    def latents(
+        self,
+        layer: int,
+        q: Float[Array, "T H R"],
+        q_rope: Float[Array, "T H rope"],
+        latent: Float[Array, "T R"],
+        rotated: Float[Array, "T rope"],
+        state: State,
+    ) -> tuple[Float[Array, "T H R"], State]:
+        """What each head's query sees: a mean of latents, in place of one of values.
+
+        Args:
+          layer: a Python int.
+          q: float32 [T, H, R], queries taken to the latents' space.
+          q_rope: float32 [T, H, rope], the rotated parts of queries.
+          latent: float32 [T, R], normalised; all that a token needs to be remembered by, with
+          rotated: float32 [T, rope], the part of its keys that all heads share.
+          state: as in `Attend`.
+        """
+        ...
+
 
 Rotations = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 

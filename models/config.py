@@ -73,6 +73,10 @@ class LayerConfig:
                     f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}: "
                     "of a latent a key and a value are made for every head"
                 )
+            if self.window is not None:
+                raise ValueError(
+                    f"window={self.window} must be None: a layer with a latent sees all"
+                )
             if self.rope_dim >= self.head_dim:
                 raise ValueError(f"rope_dim={self.rope_dim} must be below head_dim={self.head_dim}")
         elif self.head_dim % 2:
@@ -140,6 +144,10 @@ class ModelConfig:
             raise ValueError(
                 f"qkv_bias={self.qkv_bias} and qk_norm={self.qk_norm} must be False: layers with a "
                 "latent have neither"
+            )
+        if self.attn_soft_cap is not None and any(layer.latent for layer in self.layers):
+            raise ValueError(
+                f"attn_soft_cap={self.attn_soft_cap} must be None: layers with a latent have none"
             )
         if self.experts is not None and not {*self.experts.layers} <= {*range(len(self.layers))}:
             raise ValueError(

@@ -5,9 +5,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from kvjax.models.attention import Attend, Rotations, State
+from kvjax.models.attention import Attend, LatentAttend, Rotations, State
 from kvjax.models.config import LayerConfig, ModelConfig
-from kvjax.models.linear import Linear
+from kvjax.models.linear import Linear, project_heads
 from kvjax.models.norm import RMSNorm
 from kvjax.models.rope import halves, rotate
 
@@ -31,7 +31,9 @@ class LatentAttention(nnx.Module):
     """Projections down to latents and up to heads, their norms and RoPE around an `attend`.
 
     `latents` are all that a token needs to be remembered by; `expand` makes every head's key and
-    value of them with `k_up` [H * nope, R] and `v_up` [H * Dv, R], R the latent's rank.
+    value of them with `k_up` [H * nope, R] and `v_up` [H * Dv, R], R the latent's rank. An `attend`
+    that keeps latents gets them as they are: then `absorb` takes queries through `k_up` instead,
+    and `values_of` what attention returns through `v_up`, which is the same by associativity.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, dtype: DTypeLike) -> None:
@@ -65,9 +67,14 @@ class LatentAttention(nnx.Module):
         state: State,
     ) -> tuple[Float32[Array, "T d"], State]:
         """Layer `index`'s attention of normalised `x`."""
-        k, v = self.expand(*self.latents(x, turn))
-        q = jnp.concatenate(self.queries(x, turn), axis=-1)
-        out, state = attend(index, q, k, v, state)
+        q, q_rope = self.queries(x, turn)
+        latent, rotated = self.latents(x, turn)
+        if isinstance(attend, LatentAttend):
+            mean, state = attend.latents(index, self.absorb(q), q_rope, latent, rotated, state)
+            out = self.values_of(mean)
+        else:
+            k, v = self.expand(latent, rotated)
+            out, state = attend(index, jnp.concatenate([q, q_rope], axis=-1), k, v, state)
         return self.o(out.reshape(x.shape[0], -1)), state
 
     def queries(
@@ -94,6 +101,16 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(rotated[:, None], (count, heads, self.shape.rope_dim))
         values = self.v_up(latent).reshape(count, heads, self.shape.value_dim)
         return jnp.concatenate([own, shared], axis=-1), values
+
+    def absorb(self, q: Float32[Array, "T H nope"]) -> Float32[Array, "T H R"]:
+        """Queries for latents themselves: q . (k_up latent) is (q k_up) . latent."""
+        weight = self.k_up.weight[...]
+        return project_heads("thn,hnr->thr", q, weight.reshape(*q.shape[1:], -1))
+
+    def values_of(self, mean: Float32[Array, "T H R"]) -> Float32[Array, "T H Dv"]:
+        """Every head's mean of values, of its mean of latents."""
+        weight = self.v_up.weight[...].reshape(mean.shape[1], -1, mean.shape[2])
+        return project_heads("thr,hvr->thv", mean, weight)
 
     def _turned(self, heads: Float32[Array, "T H rope"], turn: Rotations) -> Array:
         return rotate(halves(heads) if self.latent.interleaved else heads, *turn)

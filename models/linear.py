@@ -31,6 +31,25 @@ def project(x: Float[Array, "*batch I"], weight: Float[Array, "O I"]) -> Float32
     return out[:count].reshape(*x.shape[:-1], weight.shape[0])
 
 
+def project_heads(
+    equation: str, x: Float[Array, "T H I"], weight: Float[Array, "H J K"]
+) -> Float32[Array, "T H O"]:
+    """Multiplies each head's rows by its own matrix, in the precision of `project`.
+
+    Args:
+      equation: as `jnp.einsum` takes it.
+      x: a row a token and head.
+      weight: a matrix a head.
+    """
+    return jnp.einsum(
+        equation,
+        x.astype(weight.dtype),
+        weight,
+        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
 class Linear(nnx.Module):
     """An affine map whose weight is stored [out, in]; the bias, if any, is float32."""
 

@@ -63,8 +63,9 @@ def append(
             f"sequence and the end"
         )
     for layer, shape in enumerate(cache.spec.layers):
-        _check_rows(f"keys[{layer}]", keys[layer], (tokens, shape.kv_heads, shape.head_dim))
-        _check_rows(f"values[{layer}]", values[layer], (tokens, shape.kv_heads, shape.value_dim))
+        heads, key, value = shape.pool_dims
+        _check_rows(f"keys[{layer}]", keys[layer], (tokens, heads, key))
+        _check_rows(f"values[{layer}]", values[layer], (tokens, heads, value))
     counts = jnp.diff(starts)
     sensible = (starts[0] == 0) & jnp.all(counts >= 0) & (starts[-1] <= tokens)
     counts = jnp.where(sensible, counts, 0)

@@ -50,9 +50,10 @@ class PagedKVCache:
     A page id names the same page in every layer. A page that several sequences hold is read-only;
     only a sequence's last page, held by it alone, is written. A layer with a format has packed
     pools, whose pages are written once, each when it leaves the sequence's newest tokens; those,
-    and the first if the format says so, stand in `recent` as the model made them. Update the
-    cache with the functions of this package, or with `dataclasses.replace`; donate it to a jitted
-    function and the pools are updated in place.
+    and the first if the format says so, stand in `recent` as the model made them. A layer of kind
+    "mla" has pools of one head: rotated position keys in place of keys, and latents in place of
+    values. Update the cache with the functions of this package, or with `dataclasses.replace`;
+    donate it to a jitted function and the pools are updated in place.
     """
 
     k_pages: tuple[KeyPool, ...]  # one layer's keys, position encoding applied
@@ -188,8 +189,8 @@ def init(
       pages of the format's bytes, and the newest tokens of each sequence.
 
     Raises:
-      KvjaxError: a size is below 1, a pool is too large to index, or the spec's dtype or a layer
-        is of a kind that paged pools do not hold, or whose pages the format cannot pack.
+      KvjaxError: a size is below 1, a pool is too large to index, the spec's dtype is one that
+        pools do not hold, a layer stores nothing of its own, or the format cannot pack its pages.
     """
     sizes = {"num_pages": num_pages, "batch": batch, "max_pages": max_pages, "page_size": page_size}
     for name, value in sizes.items():
@@ -203,7 +204,7 @@ def init(
     recent: list[Recent | None] = []
     for index, layer in enumerate(spec.layers):
         packed = None if format is None else format.layer(spec, index)
-        heads, dims = layer.kv_heads, (layer.head_dim, layer.value_dim)
+        heads, *dims = layer.pool_dims
         if format is None or packed is None:
             pools: list[Any] = [jnp.zeros((num_pages, heads, page_size, d), dtype) for d in dims]
             newest = None
@@ -255,8 +256,8 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
       page_size: P, tokens a page.
 
     Raises:
-      KvjaxError: a pool is too large to index, or the spec's dtype or a layer is of a kind that
-        paged pools do not hold.
+      KvjaxError: a pool is too large to index, the spec's dtype is one that pools do not hold, or
+        a layer stores nothing of its own.
     """
     if spec.dtype not in FLOATS:
         raise KvjaxError(
@@ -264,13 +265,13 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
             f"would be cut to anything else without a scale"
         )
     for index, layer in enumerate(spec.layers):
-        if layer.kind != "gqa" or layer.shared is not None:
-            what = layer.kind if layer.shared is None else f"shared with layer {layer.shared}"
+        if layer.shared is not None:
             raise KvjaxError(
-                f"layer {index} is {what}: a PagedKVCache holds layers of kind 'gqa' that store "
-                f"their own keys and values"
+                f"layer {index} is shared with layer {layer.shared}: a PagedKVCache holds layers "
+                f"that store their own keys and values, or latents"
             )
-        elements = num_pages * page_size * layer.kv_heads * max(layer.head_dim, layer.value_dim)
+        heads, *dims = layer.pool_dims
+        elements = num_pages * page_size * heads * max(dims)
         if elements > MAX_INT32:
             most = MAX_INT32 * num_pages // elements
             raise KvjaxError(

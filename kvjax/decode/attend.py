@@ -11,8 +11,15 @@ from kvjax.cache import (
     token_slots,
     write,
 )
+from kvjax.decode.attend_latents import (
+    PagedAttend,
+    attend_latents,
+    attend_ragged_latents,
+    keeps_latents,
+    scored_keys,
+)
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
-from kvjax.models import Attend, ModelConfig
+from kvjax.models import ModelConfig
 from kvjax.pallas_kernels import (
     PackedPages,
     float8_paged_attention,
@@ -31,7 +38,7 @@ def decode_attend(
     implementation: Implementation | None,
     *,
     stores: Bool[Array, " B"] | None = None,
-) -> Attend[PagedKVCache]:
+) -> PagedAttend:
     """Attend with one new token a sequence, whose page is reserved.
 
     Each layer attends to the pages as they are and to the new token apart, merges the two by their
@@ -58,7 +65,7 @@ def decode_attend(
         k, v = _as_kept(state, k, v)
         packed = state.recent[layer] is not None
         old = _attend_pages(config, layer, q, state, lengths, active, implementation)
-        own = attend_token(config, layer, q, k, v)
+        own = attend_token(config, layer, q, scored_keys(state, layer, k, v), v)
         if packed:
             newest = attend_ring(config, state, layer, q, active)
             return merged(old, newest, own).out, put_token(state, layer, k, v, stores)
@@ -70,7 +77,7 @@ def decode_attend(
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))
 
-    return attend
+    return PagedAttend(attend)
 
 
 def _attend_pages(
@@ -83,6 +90,8 @@ def _attend_pages(
     implementation: Implementation | None,
 ) -> AttentionOutput:
     """Attend to what stands in pages: all tokens, or those that are encoded."""
+    if keeps_latents(cache, layer):
+        return attend_latents(config, layer, q, cache, lengths, implementation)
     keys, values = cache.k_pages[layer], cache.v_pages[layer]
     tables, encoded = cache.block_tables, lengths
     if isinstance(keys, PackedPages) and isinstance(values, PackedPages):
@@ -179,7 +188,7 @@ def chunk_attend(
     implementation: Implementation | None,
     *,
     stores: Bool[Array, ""] | bool = True,
-) -> Attend[PagedKVCache]:
+) -> PagedAttend:
     """Attend with a ragged chunk of new tokens, whose pages are reserved: write, then attend.
 
     Args:
@@ -204,6 +213,9 @@ def chunk_attend(
             state = put_chunk(state, layer, k, v, cu_lengths, stores)
         else:
             state = write(state, layer, k, v, slots)
+        if keeps_latents(state, layer):
+            ends = kv_lengths, cu_lengths
+            return attend_ragged_latents(config, layer, q, state, *ends, implementation).out, state
         tables, lengths = state.block_tables, kv_lengths
         if packed:
             tables, lengths = _after_sinks(state, kv_lengths)
@@ -225,4 +237,4 @@ def chunk_attend(
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
-    return attend
+    return PagedAttend(attend)

@@ -300,7 +300,7 @@ def _check_memory(model: Model, ids: list[list[int]], cache: CacheConfig) -> Non
       KvjaxError: it has not.
     """
     tokens = sum(pages_for(len(row), cache.page_size) for row in ids) * cache.page_size
-    needed = tokens * cache_spec(model, cache).bytes_per_token
+    needed = tokens * cache_spec(model, cache, over_tiers=True).bytes_per_token
     free = psutil.virtual_memory().available
     if needed > free:
         raise KvjaxError(

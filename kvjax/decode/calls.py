@@ -1,6 +1,5 @@
 """What the entry points have in common."""
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,7 @@ from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import BROKEN, FULL, STOPPED
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
-from kvjax.model import Model
+from kvjax.model import Model, kv_spec
 from kvjax.spec import KVSpec
 
 Progress = Callable[[str, float], None]
@@ -21,8 +20,14 @@ REASONS: dict[int, FinishReason] = {STOPPED: "stop", FULL: "length", BROKEN: "er
 """The word for a row's `finished` code, once it does not run."""
 
 
-def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
+def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) -> KVSpec:
     """What the cache of a call stores: the model's layers in the configured dtype.
+
+    Args:
+      model: what runs.
+      cache: the caller's.
+      over_tiers: whether pages are selected: they are chosen by keys, which latents have none of,
+        and so hold the keys and values that are made of latents.
 
     Raises:
       KvjaxError: the format was calibrated for another model, or `place` is given and keys and
@@ -42,8 +47,7 @@ def cache_spec(model: Model, cache: CacheConfig) -> KVSpec:
             f"format was calibrated for model {made_for[:12]}, and {model.name} is "
             f"{fingerprint(model)[:12]}: calibrate this model, with `kvjax calibrate formats`"
         )
-    spec = model.spec
-    return spec if cache.dtype is None else dataclasses.replace(spec, dtype=cache.dtype)
+    return kv_spec(model.config, cache.dtype or model.dtype, expanded=over_tiers)
 
 
 def kept_as(model: Model, cache: CacheConfig) -> str:

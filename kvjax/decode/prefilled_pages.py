@@ -67,16 +67,15 @@ def prefilled_pages(
 
 
 def check_layers(model: Model) -> None:
-    """Refuse a model whose layers differ in shape, or whose keys and values do.
+    """Refuse a model that keeps latents, or whose layers differ in shape.
 
     Raises:
       KvjaxError: they do.
     """
-    first = model.config.layers[0]
-    if first.head_dim != first.value_dim:
+    if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
-            f"{model.name} has keys of {first.head_dim} elements and values of {first.value_dim}: "
-            f"pages are stored where both are of one size; run it without prefixes"
+            f"{model.name} keeps latents: prefixes are stored and chosen from as keys and values; "
+            f"run it without prefixes"
         )
     if len({(x.num_kv_heads, x.head_dim) for x in model.config.layers}) > 1:
         raise KvjaxError(

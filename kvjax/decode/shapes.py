@@ -186,11 +186,14 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
         return
     for operation in OPERATIONS:
         for index, layer in enumerate(spec.layers):
+            if (operation == "latent_attention") != (layer.kind == "mla"):
+                continue
+            _, key_dim, value_dim = layer.pool_dims
             reason = supported(
                 operation,
                 cache.attention,
-                head_dim=layer.head_dim,
-                v_head_dim=layer.value_dim,
+                head_dim=key_dim,
+                v_head_dim=value_dim,
                 page_size=cache.page_size,
                 dtype=spec.dtype,
                 pools=_packed_pools(spec, cache, index) if "paged" in operation else (),

@@ -37,7 +37,7 @@ def tiered_plan(
     check_layers(model)
     if place is not None:
         check_codec(place.codec, cache_spec(model, cache).dtype)
-    size, spec = cache.page_size, cache_spec(model, cache)
+    size, spec = cache.page_size, cache_spec(model, cache, over_tiers=True)
     check_attention(spec, cache)
     page_format = cache.page_format
     if page_format is not None:

@@ -106,7 +106,7 @@ def plan_windows(
     """
     check_layers(model)
     check_integer("device_bytes", device_bytes, 0, " bytes")
-    spec = cache_spec(model, cache)
+    spec = cache_spec(model, cache, over_tiers=True)
     shape = (len(spec.layers), spec.layers[0].kv_heads)
     if profile.misses.shape[:2] != shape:
         raise KvjaxError(

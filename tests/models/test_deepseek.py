@@ -171,8 +171,20 @@ def test_expanded_attention_equals_absorbed(query_rank):
         scores = jnp.einsum("thd,shd->hts", q, k) * config.scale(index)
         return jnp.einsum("hts,shv->thv", jax.nn.softmax(scores, axis=-1), v), state
 
+    class KeepsLatents:
+        def __call__(self, *expanded):
+            pytest.fail("keys and values were made")
+
+        def latents(self, index, q, q_rope, latent, rotated, state):
+            assert (q.shape, q_rope.shape) == ((9, 3, 12), (9, 3, 6))
+            scores = jnp.einsum("thr,sr->hts", q, latent)
+            scores += jnp.einsum("thd,sd->hts", q_rope, rotated)
+            weights = jax.nn.softmax(scores * config.scale(index), axis=-1)
+            return jnp.einsum("hts,sr->thr", weights, latent), state
+
     expected = absorbed.reshape(9, -1) @ np.asarray(module.o.weight[...]).T
-    np.testing.assert_allclose(module(0, x, turn, attend, None)[0], expected, atol=1e-5)
+    for seen in (attend, KeepsLatents()):
+        np.testing.assert_allclose(module(0, x, turn, seen, None)[0], expected, atol=1e-5)
 
 
 def test_a_latent_norm_has_its_own_epsilon():

@@ -11,6 +11,7 @@ from kvjax.spec import KVSpec, LayerSpec
 
 LAYERS = (LayerSpec.gqa(2, 4), LayerSpec.gqa(1, 6))
 SPEC = KVSpec(LAYERS, "float32")
+LATENTS = KVSpec((LayerSpec.mla(6, 2), LayerSpec.mla(4, 4)), "float32")
 
 do_reserve = jax.jit(reserve)
 do_append = jax.jit(append)
@@ -51,10 +52,11 @@ def scattered(num_pages, batch, max_pages, page_size, *, blocked=(), spec=SPEC):
 def rows_of(token, layer, spec=SPEC):
     """The key and the value of a token (a positive number) in a layer; no two are alike."""
     shape = spec.layers[layer]
-    heads = np.arange(shape.kv_heads, dtype=np.float32)[:, None] / 8
-    dims = np.arange(max(shape.head_dim, shape.value_dim), dtype=np.float32)[None, :] / 64
+    count, key_dim, value_dim = shape.pool_dims
+    heads = np.arange(count, dtype=np.float32)[:, None] / 8
+    dims = np.arange(max(key_dim, value_dim), dtype=np.float32)[None, :] / 64
     base = np.float32(token) + heads + dims
-    return base[:, : shape.head_dim], -(base[:, : shape.value_dim] + np.float32(layer) / 4)
+    return base[:, :key_dim], -(base[:, :value_dim] + np.float32(layer) / 4)
 
 
 def stacked(tokens, layer, spec=SPEC):

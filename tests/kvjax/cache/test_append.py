@@ -10,6 +10,7 @@ import pytest
 from kvjax.cache import advance, append, fork, init, release, reserve, token_slots
 from kvjax.errors import KvjaxError
 from tests.kvjax.cache.plain import (
+    LATENTS,
     SPEC,
     assert_gathers,
     assert_holds,
@@ -71,11 +72,12 @@ def test_any_chunk_at_any_offset():
         assert_gathers(do_gather(small, layer), sequences, layer)
 
 
-def test_one_token_a_sequence():
-    cache = scattered(10, 3, 4, SIZE, blocked=[0, 2, 5])
+@pytest.mark.parametrize("spec", [SPEC, LATENTS], ids=["heads", "latents"])
+def test_one_token_a_sequence(spec):
+    cache = scattered(10, 3, 4, SIZE, blocked=[0, 2, 5], spec=spec)
     sequences = [[], [], []]
     for token in range(1, 10, 2):
-        keys, values, _ = chunk([[token], [token + 1], []], 3)
+        keys, values, _ = chunk([[token], [token + 1], []], 3, spec)
         cu = jnp.asarray([0, 1, 2, 2], jnp.int32)
         cache, _ = do_append(cache, keys, values, cu)
         sequences = [[*sequences[0], token], [*sequences[1], token + 1], []]
@@ -85,7 +87,7 @@ def test_one_token_a_sequence():
     )
 
     every = do_release(cache, jnp.asarray([False, False, True]))
-    keys, values, _ = chunk([[11], [12], [13]], 3)
+    keys, values, _ = chunk([[11], [12], [13]], 3, spec)
     every, reservation = do_append(every, keys, values)
     assert int(reservation.needed) == 1  # two go into open pages
     assert_holds(every, [[*sequences[0], 11], [*sequences[1], 12], [13]])

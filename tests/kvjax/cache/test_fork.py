@@ -8,6 +8,7 @@ import pytest
 from kvjax.cache import init
 from kvjax.errors import KvjaxError
 from tests.kvjax.cache.plain import (
+    LATENTS,
     SPEC,
     assert_gathers,
     assert_same,
@@ -20,31 +21,32 @@ from tests.kvjax.cache.plain import (
 )
 
 
-def test_branches_of_a_half_filled_page_do_not_see_each_other():
+@pytest.mark.parametrize("spec", [SPEC, LATENTS], ids=["heads", "latents"])
+def test_branches_of_a_half_filled_page_do_not_see_each_other(spec):
     """Three branches of one prompt with different continuations: a page that is only partly
     filled must not be shared, or the branches overwrite each other's tokens (it goes unnoticed
     where all continue alike). The parent, too, goes on."""
-    cache = poisoned(init(SPEC, num_pages=20, batch=4, max_pages=4, page_size=4))
+    cache = poisoned(init(spec, num_pages=20, batch=4, max_pages=4, page_size=4))
     prompt = list(range(1, 7))
-    cache, _ = do_append(cache, *chunk([prompt, [], [], []], 20))
+    cache, _ = do_append(cache, *chunk([prompt, [], [], []], 20, spec))
     parent = jax.device_get(cache)
     for target in (1, 2, 3):
         cache, reservation = do_fork(cache, jnp.int32(0), jnp.int32(target))
         assert (bool(reservation.ok), int(reservation.needed)) == (True, 1)
-    assert_gathers(do_gather(cache, 0), [prompt] * 4, 0)
+    assert_gathers(do_gather(cache, 0), [prompt] * 4, 0, spec)
     assert cache.page_refs[:5].tolist() == [4, 1, 1, 1, 1]
 
     held = [prompt + [10 * b + i for i in range(1, 6)] for b in range(4)]
     branches = [[], *(tokens[6:] for tokens in held[1:])]
-    cache, _ = do_append(cache, *chunk(branches, 20))
+    cache, _ = do_append(cache, *chunk(branches, 20, spec))
     mine = [0, 1]
     np.testing.assert_array_equal(cache.k_pages[0][jnp.asarray(mine)], parent.k_pages[0][mine])
-    assert_gathers(do_gather(cache, 1), [prompt, *held[1:]], 1)
-    cache, _ = do_append(cache, *chunk([held[0][6:], [], [], []], 20))
-    assert_gathers(do_gather(cache, 1), held, 1)
+    assert_gathers(do_gather(cache, 1), [prompt, *held[1:]], 1, spec)
+    cache, _ = do_append(cache, *chunk([held[0][6:], [], [], []], 20, spec))
+    assert_gathers(do_gather(cache, 1), held, 1, spec)
 
     cache = do_release(cache, jnp.asarray([True, False, True, False]))
-    assert_gathers(do_gather(cache, 0), [[], held[1], [], held[3]], 0)
+    assert_gathers(do_gather(cache, 0), [[], held[1], [], held[3]], 0, spec)
     cache = do_release(cache, jnp.ones(4, bool))
     assert int(cache.pages_free) == 20
 

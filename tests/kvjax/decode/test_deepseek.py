@@ -1,4 +1,4 @@
-"""DeepSeek through the paged cache: keys and values that are made from latents, of two sizes."""
+"""DeepSeek by the public functions: pages of latents, or of keys and values made from them."""
 
 import pathlib
 
@@ -19,12 +19,6 @@ def model():
     return kvjax.load(DATA / "deepseek_v3", dtype="float32")
 
 
-def test_what_a_token_costs(model):
-    layer = model.spec.layers[0]
-    assert (layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 16, 12)
-    assert model.spec.bytes_per_token == 2 * 4 * (16 + 12) * 4
-
-
 def assert_greedy(model, ids, tokens):
     """Each token is the likeliest after those before it, by one forward over all of them."""
     logits = no_cache_logits(model, [*ids, *tokens])
@@ -37,6 +31,9 @@ def test_prefill_and_decoding_of_a_batch_equal_one_forward(model):
     for ids, tokens in zip(prompts, result.tokens, strict=True):
         assert len(tokens) == 12
         assert_greedy(model, ids, tokens)
+    stats = result.stats
+    assert stats.bytes_per_token == model.spec.bytes_per_token == 2 * (16 + 8) * 4
+    assert stats.cache_bytes == {"float32": stats.pages_total * 8 * stats.bytes_per_token}
 
 
 def test_scores_in_chunks_equal_one_forward(model):
@@ -51,13 +48,14 @@ def test_decoding_from_all_pages_selected_equals_one_forward(model):
     every = CacheConfig(page_size=8, select=Select("100%", by="low-rank"))
     result = kvjax.generate(model, ids, max_new_tokens=6, stop_tokens=(), cache=every)
     assert_greedy(model, ids, result.tokens[0])
+    assert result.stats.bytes_per_token == 2 * 4 * (16 + 12) * 4
 
 
 def test_what_needs_keys_and_values_of_one_size_is_refused(model, tmp_path):
     place = CacheConfig(page_size=8, select=Select("50%"), place=Place())
     with pytest.raises(KvjaxError, match="place is given and deepseek_v3 has keys of 16 elements"):
         kvjax.generate(model, prompt(20), max_new_tokens=4, cache=place)
-    with pytest.raises(KvjaxError, match=r"keys of 16 elements and values of 12.*without prefixes"):
+    with pytest.raises(KvjaxError, match=r"deepseek_v3 keeps latents: .* run it without prefixes"):
         PrefixCache(tmp_path).add(model, prompt(20), cache=CACHE)
     with pytest.raises(KvjaxError, match="deepseek_v3 makes keys from latents"):
         calibrate_formats(model, prompt(20))

@@ -1,0 +1,130 @@
+"""Attention to pages of latents: one KV head, whose keys are position keys and values latents."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache import PagedKVCache
+from kvjax.models import Attend, ModelConfig
+from kvjax.pallas_kernels import PackedPages, latent_attention, ragged_latent_attention
+from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.support import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
+    """An `attend` over a paged cache, for layers that keep keys and values or latents.
+
+    Attributes:
+      attend: takes what pages hold. Of latents that is keys [T, 1, Dr], values [T, 1, Dc], and
+        queries [T, H, Dc + Dr]: absorbed, and the rotated part.
+    """
+
+    attend: Attend[PagedKVCache]
+
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        """As `kvjax.models.Attend` says."""
+        return self.attend(layer, q, k, v, state)
+
+    def latents(
+        self,
+        layer: int,
+        q: Float[Array, "T H Dc"],
+        q_rope: Float[Array, "T H Dr"],
+        latent: Float[Array, "T Dc"],
+        rotated: Float[Array, "T Dr"],
+        state: PagedKVCache,
+    ) -> tuple[Float[Array, "T H Dc"], PagedKVCache]:
+        """As `kvjax.models.LatentAttend` says."""
+        both = jnp.concatenate([q, q_rope], axis=-1)
+        return self.attend(layer, both, rotated[:, None], latent[:, None], state)
+
+
+def keeps_latents(cache: PagedKVCache, layer: int) -> bool:
+    """Whether a layer's pages hold latents."""
+    return cache.spec.layers[layer].kind == "mla"
+
+
+def scored_keys(
+    cache: PagedKVCache, layer: int, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv Dv"]
+) -> Float[Array, "T Hkv Dk"]:
+    """What queries score of tokens: their keys; of latents, these and the position keys.
+
+    Args:
+      cache: for what the layer keeps.
+      layer: index of the layer.
+      k: as pages hold them.
+      v: likewise.
+    """
+    return jnp.concatenate([v, k], axis=-1) if keeps_latents(cache, layer) else k
+
+
+def attend_latents(
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "B H D"],
+    cache: PagedKVCache,
+    lengths: Int32[Array, " B"],
+    implementation: Implementation | None,
+) -> AttentionOutput:
+    """Attend one query a sequence to the latents in its pages.
+
+    Args:
+      config: the model's.
+      layer: one that keeps latents.
+      q: [B, H, Dc + Dr].
+      cache: whose pages to read.
+      lengths: int32 [B], tokens that each query sees.
+      implementation: of `latent_attention`, or None.
+    """
+    return latent_attention(
+        *_operands(cache, layer, q),
+        cache.block_tables,
+        lengths,
+        scale=config.scale(layer),
+        implementation=implementation,
+    )
+
+
+def attend_ragged_latents(
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "T H D"],
+    cache: PagedKVCache,
+    kv_lengths: Int32[Array, " B"],
+    cu_lengths: Int32[Array, " B1"],
+    implementation: Implementation | None,
+) -> AttentionOutput:
+    """Attend a ragged chunk's queries to the latents in pages, which hold the chunk's too.
+
+    Args:
+      config: the model's.
+      layer: one that keeps latents.
+      q: [T, H, Dc + Dr].
+      cache: whose pages to read.
+      kv_lengths: int32 [B], tokens of each sequence, the chunk's included.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
+      implementation: of `ragged_latent_attention`, or None.
+    """
+    return ragged_latent_attention(
+        *_operands(cache, layer, q),
+        cache.block_tables,
+        kv_lengths,
+        cu_lengths,
+        scale=config.scale(layer),
+        implementation=implementation,
+    )
+
+
+def _operands(
+    cache: PagedKVCache, layer: int, q: Float[Array, "T H D"]
+) -> tuple[Array, Array, Array, Array]:
+    """Both parts of the queries and both pools, as the kernels take them."""
+    ropes, latents = cache.k_pages[layer], cache.v_pages[layer]
+    assert not isinstance(ropes, PackedPages)
+    assert not isinstance(latents, PackedPages)
+    rank = latents.shape[-1]
+    return q[..., :rank], q[..., rank:], latents[:, 0], ropes[:, 0]
