@@ -16,6 +16,7 @@ import kvjax
 from kvjax import CacheConfig, KvjaxError
 from kvjax.cache import fork
 from kvjax.decode import Sampling, inputs
+from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan
 from kvjax.decode.step import RUNNING, Prompts, Rules, decode_step, prefill_chunk, start
@@ -144,7 +145,8 @@ def test_what_pages_of_latents_have_not_is_refused():
 
 
 @pytest.mark.slow
-def test_a_step_for_a_tpu_reads_and_writes_pools_in_place(there):  # noqa: F811
+@pytest.mark.parametrize("function", [_prefill_chunk, _step])
+def test_programs_for_a_tpu_read_and_write_pools_in_place(there, function):  # noqa: F811
     """DeepSeek-V3's widths, of which position keys need the layout that kernels read."""
     layer, pages = latent_layer(16, 128, 64, 512, 128), 512
     made = config(layer, layer, max_context=4096)
@@ -158,20 +160,23 @@ def test_a_step_for_a_tpu_reads_and_writes_pools_in_place(there):  # noqa: F811
     cache = jax.eval_shape(lambda: inputs.empty_cache(shapes))
     state = jax.eval_shape(lambda cache: start(cache, made.hidden_size, limits), cache)
     state = on(inputs.formats_between(state, there), state)
+    prompts = inputs.flat_prompts([[1] * 600, [2] * 3], shapes)
+    rest = (rules,) if function is _step else (prompts, jnp.int32(0))
     assert state.cache.k_pages[0].format == pool_format(there)
     with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
         program, _ = inputs.compiled(
-            _step,
+            function,
             (of.graphdef, shapes),
             on(there, of.params),
             state,
-            on(there, rules),
+            *on(there, rest),
             donate=(1,),
             result_as=1,
         )
     text = program.as_text()
     assert "tpu_custom_call" in text
     pool = rf"bf16\[{pages},(?:1,)?64,(?:64|512)\]"
+    assert re.search(pool, text)
     assert not re.findall(rf"{pool}\S* (?:copy|copy-start|transpose)\(", text)
     total = sum(x.size * x.dtype.itemsize for x in (*cache.k_pages, *cache.v_pages))
     assert program.memory_analysis().alias_size_in_bytes >= total
