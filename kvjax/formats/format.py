@@ -193,7 +193,7 @@ class Format:
                 if shape.kind == "mla":
                     raise KvjaxError(
                         f"format packs layer {index}, which keeps latents: formats are of keys and "
-                        f"values; leave out format, or name the layer in skip_layers"
+                        f"values; leave out format"
                     )
                 chosen.keys.check("keys", page_size, shape.head_dim)
                 chosen.values.check("values", page_size, shape.value_dim)
