@@ -291,9 +291,10 @@ def _finish(options: argparse.Namespace, points: Sequence[Point], model: Model) 
         f"Questions, and answers of {ANSWER} tokens, are decoded. KL and agreement are means over "
         f"the questions' tokens, against the same engine's exact cache (float32; of llama.cpp "
         f"f16); KL text and perplexity are of the document's second half. Bytes are those of the "
-        f"arrays, scales and all; the newest tokens, which stay bf16, are counted apart. Behind "
-        f"the answers that are right stand those of the exact cache. llama.cpp runs the file's "
-        f"weights in float32. Times are of XLA on this processor, a layer's page of 16 tokens with "
+        f"arrays, scales and all, and of first tokens that stay bf16; the newest, which do too, "
+        f"are counted apart. Behind the answers that are right stand those of the exact cache. "
+        f"llama.cpp runs the file's weights in float32. Times are of XLA on this processor, a "
+        f"layer's page of 16 tokens with "
         f"all its heads, in a loop over all layers.",
         report.markdown_table(HEADINGS, lines(points)),
     ]
