@@ -25,8 +25,8 @@ PART_TOKENS = 512
 """Most tokens that run at once, as a text of their own: the backward pass keeps all of them."""
 
 
-LEAST_TOKENS = 2 * DEFAULT_PAGE_SIZE
-"""Of a text: a page that is encoded, and one that is read over it."""
+LEAST_TOKENS = 3 * DEFAULT_PAGE_SIZE
+"""Of a text: a first page, which stays as it is, one that is encoded, and one that is read."""
 
 FIRST_TOKENS = 256
 """Tokens that are tried as the first of a text."""
@@ -54,8 +54,8 @@ def calibrate_formats(
       What formats are made of: see `FormatCalibration.format`.
 
     Raises:
-      KvjaxError: a text is shorter than two pages, memory has no room for the samples, or the model
-        makes its keys from latents.
+      KvjaxError: a text is shorter than three pages, memory has no room for the samples, or the
+        model makes its keys from latents.
     """
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
@@ -122,14 +122,15 @@ def _parts(rows: list[list[int]], most: int) -> list[list[int]]:
     """What runs at once: pieces of equal length of each text, whole pages each.
 
     Raises:
-      KvjaxError: a text is shorter than two pages.
+      KvjaxError: a text is shorter than three pages.
     """
     size = DEFAULT_PAGE_SIZE
     for row, ids in enumerate(rows):
         if len(ids) < LEAST_TOKENS:
             raise KvjaxError(
-                f"text {row} has {len(ids)} tokens: at least {LEAST_TOKENS} (two pages) are needed "
-                f"to tell what keys are like, and thousands to tell it well; give a longer text"
+                f"text {row} has {len(ids)} tokens: at least {LEAST_TOKENS} (three pages) are "
+                f"needed to tell what keys are like, and thousands to tell it well; give a longer "
+                f"text"
             )
     parts = []
     for ids in rows:

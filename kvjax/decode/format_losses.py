@@ -47,7 +47,7 @@ def layer_losses(
 
     Args:
       model: that runs.
-      rows: ids of texts, at least one of two pages.
+      rows: ids of texts, at least one of three pages.
       done: told how much of it is, 0 to 1.
     """
     texts = [_read(model, window) for window in _windows(rows)]
@@ -100,7 +100,7 @@ def _windows(rows: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _read(model: Model, ids: list[int]) -> _Text:
-    encoded = max(len(ids) * 8 // 9 // DEFAULT_PAGE_SIZE, 1) * DEFAULT_PAGE_SIZE
+    encoded = max(len(ids) * 8 // 9 // DEFAULT_PAGE_SIZE, 2) * DEFAULT_PAGE_SIZE
     tokens = jnp.asarray(ids, jnp.int32)
     given = model.params, tokens
     program, _ = compiled(_exact, (model.graphdef, encoded), *given)

@@ -76,10 +76,10 @@ def test_keys_are_captured_without_their_rotation():
 
 def test_a_calibration_is_of_all_layers_and_tells_its_progress():
     said = []
-    texts = [prompt(40, 1), prompt(70, 2)]
+    texts = [prompt(50, 1), prompt(70, 2)]
     found = calibrate_formats(model(), texts, tokens=96, progress=lambda *told: said.append(told))
     assert found.model == fingerprint(model())
-    assert found.tokens == 32 + 48  # whole pages of each
+    assert found.tokens == 48 + 48  # whole pages of each
     assert len(found.layers) == 2
     assert [phase for phase, _ in said] == ["calibrate"] * len(said)
     assert [said[0][1], said[-1][1]] == [0.0, 1.0]
@@ -103,21 +103,21 @@ def test_a_calibrated_format_serves_its_own_model_only():
 
 
 def test_one_text_of_ids_is_a_list_of_one():
-    texts = prompt(40, 1)
-    found = calibrate_formats(model(), texts, tokens=32)
-    assert found == calibrate_formats(model(), [np.array(texts)], tokens=32)
+    texts = prompt(50, 1)
+    found = calibrate_formats(model(), texts, tokens=48)
+    assert found == calibrate_formats(model(), [np.array(texts)], tokens=48)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
-    with pytest.raises(KvjaxError, match="text 1 has 31 tokens: at least 32"):
-        calibrate_formats(model(), [prompt(32), prompt(31)])
+    with pytest.raises(KvjaxError, match="text 1 has 47 tokens: at least 48"):
+        calibrate_formats(model(), [prompt(48), prompt(47)])
     with pytest.raises(KvjaxError, match="texts is empty"):
         calibrate_formats(model(), [])
-    with pytest.raises(KvjaxError, match="tokens is 8: must be an integer of at least 32"):
-        calibrate_formats(model(), prompt(32), tokens=8)
+    with pytest.raises(KvjaxError, match="tokens is 8: must be an integer of at least 48"):
+        calibrate_formats(model(), prompt(48), tokens=8)
     with pytest.raises(KvjaxError, match="came without a tokenizer"):
         calibrate_formats(model(), "a text")
     small = dataclasses.make_dataclass("Memory", [("available", int)])(1000)
     monkeypatch.setattr("psutil.virtual_memory", lambda: small)
     with pytest.raises(KvjaxError, match="this machine has 1000 bytes of memory free"):
-        calibrate_formats(model(), prompt(32))
+        calibrate_formats(model(), prompt(48))

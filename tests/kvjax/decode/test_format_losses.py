@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax.decode.calibrate_formats import LEAST_TOKENS
 from kvjax.decode.format_losses import _windows, layer_losses
 from kvjax.formats.mixed import MIXED_BITS, key_packing, value_packing
 from kvjax.models import dense_attention
@@ -66,6 +67,12 @@ def test_a_loss_is_the_divergence_that_codes_alone_cause():
     for loss in losses:
         for curve in loss:
             assert sorted(curve, reverse=True) == list(curve)  # fewer bits cost more
+
+
+def test_the_shortest_text_has_a_page_that_is_encoded():
+    """The first page stays as it is: were it the only one, no bits would seem to cost anything."""
+    losses = layer_losses(model("llama"), [prompt(LEAST_TOKENS, 4)], lambda done: None)
+    assert all(min(curve) > 0 for loss in losses for curve in loss)
 
 
 def test_layers_with_a_window_are_left_out():
