@@ -210,8 +210,8 @@ def init(
             newest = None
         else:
             # No more than a sequence can have: then nothing of it is ever encoded.
-            rows = min(format.recent(page_size), max_pages * page_size)
-            rows += min(format.sink_tokens(page_size), (max_pages - 1) * page_size)
+            sinks = min(format.sink_tokens(page_size), (max_pages - 1) * page_size)
+            rows = min(sinks + format.recent(page_size), max_pages * page_size)
             newest = Recent(*(jnp.zeros((batch, rows, heads, dim), dtype) for dim in dims))
             packings = zip((packed.keys, packed.values), dims, strict=True)
             pools = [empty_pages(p, num_pages, heads, page_size, d) for p, d in packings]

@@ -78,7 +78,7 @@ class TierStats:
     misses: int  # of these, how many were not near
     bytes_moved: int  # keys and values that were fetched for that
     index_bytes: int  # what pages are chosen by, on the device
-    device_bytes: int  # of the slots
+    device_bytes: int  # of the slots, and of first pages that a format leaves as they are
     host_bytes: int  # of host memory that has room for every page, or every page not in the store
     store: TierReads | None = None  # where prompts' pages are in a store
 

@@ -159,7 +159,7 @@ class TieredCall:
           state: the last.
         """
         shapes, cache = self.shapes, state.cache
-        pools = (*cache.keys, *cache.values)
+        pools = jax.tree.leaves((cache.keys, cache.values, cache.sinks))
         return TierStats(
             pages_chosen=max(self._counts),
             slots=max(map(max, shapes.slots)),

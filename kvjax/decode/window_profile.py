@@ -94,7 +94,8 @@ def plan_windows(
       profile: of this model.
       model: what was profiled.
       cache: for page size and dtype.
-      device_bytes: most bytes of one row's slots, the open page's included; so that a plan compares
+      device_bytes: most bytes of one row's slots, the open page's and a format's first pages
+        included; so that a plan compares
         with equal windows, their `TierStats.device_bytes` for one prompt.
 
     Returns:
@@ -115,12 +116,16 @@ def plan_windows(
         )
     heads = math.prod(shape)
     a_slot = spec.bytes_per_page(cache.page_size) // heads
-    slots, least = device_bytes // a_slot - heads, heads * int(profile.windows[0])
+    page_format, size = cache.page_format, cache.page_size
+    sinks = 0 if page_format is None else page_format.sink_tokens(size) // size
+    others = heads * (1 + sinks)  # the open pages, and those that never leave
+    slots, least = device_bytes // a_slot - others, heads * int(profile.windows[0])
     if slots < least:
         raise KvjaxError(
-            f"device_bytes is {device_bytes}: must be at least {(least + heads) * a_slot}, what "
-            f"the smallest window ({profile.windows[0]} slots and the open page's) takes for each "
-            f"of {heads} heads; raise it, or profile a smaller window"
+            f"device_bytes is {device_bytes}: must be at least {(least + others) * a_slot}, what "
+            f"the smallest window ({profile.windows[0]} slots, the open page's and those of pages "
+            f"that never leave) takes for each of {heads} heads; raise it, or profile a smaller "
+            f"window"
         )
     alike = TrafficProfile(profile.misses, profile.windows)  # a slot costs as much for every head
     return WindowPlan.of(greedy_windows(alike, slots), fingerprint(model), cache.page_size)

@@ -4,6 +4,7 @@ Layers differ in how much an error of their keys or values costs (KVTuner, arXiv
 section 4): one that hardly matters pays for one that does.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ def mixed_layers(
     Args:
       losses: of each layer; None of one that is not measured, which has those bits.
       shapes: KV heads and elements of a head's row, of each layer.
-      bits: of `MIXED_BITS`, whose `int` format's bytes are the most that are taken.
+      bits: of `MIXED_BITS`, whose `int` format's bytes are the most that are taken, in pages of 16
+        tokens.
     """
     packings = [[f(b) for b in MIXED_BITS] for f in (key_packing, value_packing)]
     curves: list[_Curve] = []
@@ -81,6 +83,7 @@ class _Curve(NamedTuple):
     costs: tuple[int, ...]
 
 
+@functools.cache
 def _page_bytes(packing: PagePacking, heads: int, dim: int) -> int:
     """Bytes of one page of a layer's keys, or values."""
     both = LayerFormat(packing, packing)

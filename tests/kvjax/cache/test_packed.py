@@ -168,6 +168,18 @@ def test_a_layer_with_a_window_stays_as_it_is_unless_asked():
     assert [recent is None for recent in empty(every).recent] == [False, True, False]
 
 
+def test_no_more_tokens_stay_than_a_sequence_can_have():
+    format = dataclasses.replace(int4(), sinks=40, residual=40)
+    for pages in (1, 2, 3, 4, 8):
+        cache = jax.eval_shape(
+            lambda n=pages: init(
+                SPEC, num_pages=9, batch=1, max_pages=n, page_size=PAGE, format=format
+            )
+        )
+        assert cache.recent[0].keys.shape[1] == min(pages, 6) * PAGE
+        assert cache.recent_tokens >= PAGE
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_are_those_of_the_arrays(name):
     format = FORMATS[name]

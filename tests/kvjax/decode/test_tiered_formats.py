@@ -91,7 +91,11 @@ def test_a_format_that_loses_nothing_changes_nothing(format, times):
 
 @pytest.mark.parametrize("format", ["int4", "int4, first 9 tokens"])
 def test_where_a_page_is_does_not_matter(format):
-    near = run(over_tiers(format, 9))[1]
+    _, near, stats = run(over_tiers(format, 9))
+    layer = made().spec.layers[0]
+    a_page = SIZE * layer.elements_per_token * 4 * len(PROMPTS)  # of all heads and rows
+    first = FORMATS[format].sink_tokens(SIZE) // SIZE
+    assert stats.device_bytes == a_page * (stats.slots + first)
     for times in (0, 1):
         for x, y in zip(run(over_tiers(format, times))[1], near, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
