@@ -32,8 +32,9 @@ PAGE = 16
 FORMATS = {
     "int4": int4(),
     "fp8": float8(),
-    "int8, newest 19 tokens": dataclasses.replace(int8(), residual=PAGE + 3),
-    "int4, first 17 tokens": dataclasses.replace(int4(), sinks=PAGE + 1),
+    "int8, newest 19 tokens, first 17": dataclasses.replace(
+        int8(), residual=PAGE + 3, sinks=PAGE + 1
+    ),
 }
 CHUNK = 48
 """Tokens of a chunk, padding included, so that one program serves all."""

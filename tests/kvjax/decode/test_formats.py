@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.cache import init
+from kvjax.cache import init, put_chunk
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, generate, score, stream
 from kvjax.decode.attend_recent import Chunk, attend_chunk
@@ -20,10 +20,8 @@ from tests.kvjax.decode.tiny import model, prompt
 
 PAGE, TOKENS = 16, 150
 CASES = {
-    "int4": ("llama", int4()),
-    "a window, a soft cap": ("gemma", dataclasses.replace(int8(), skip_windows=False)),
-    "the first 20 tokens as they are": ("llama", dataclasses.replace(int4(), sinks=20)),
-    "a window, and the first page": (
+    "int4, the first 20 tokens as they are": ("llama", int4(sinks=20)),
+    "a window, a soft cap, the first page": (
         "gemma",
         dataclasses.replace(int8(), skip_windows=False, sinks=1),
     ),
@@ -130,17 +128,22 @@ def test_products_of_float8_are_near_those_of_float32(monkeypatch):
         generate(model("soft_caps"), ids, cache=CacheConfig(format="fp8-products"))
 
 
-def test_what_is_not_finite_stays_in_its_sequence():
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_what_is_not_finite_stays_in_its_sequence(sinks):
     """One chunk holds two prompts; the first has a value that is infinite."""
-    of = model("llama")
-    cache = init(of.spec, num_pages=4, batch=2, max_pages=2, page_size=PAGE, format=int4())
+    of, format = model("llama"), int4(sinks=sinks)
+    cache = init(of.spec, num_pages=4, batch=2, max_pages=2, page_size=PAGE, format=format)
+    cu_lengths = jnp.asarray([0, 4, 8], jnp.int32)
     sequences = jnp.asarray([0] * 4 + [1] * 4, jnp.int32)
     slots = jnp.asarray([0, 1, 2, 3] * 2, jnp.int32)
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(8, n, 8)), jnp.float32) for n in (4, 2, 2))
-    clean = attend_chunk(of.config, cache, cache, 0, q, Chunk(sequences, slots, k, v)).out
-    bad = Chunk(sequences, slots, k, v.at[1, 0, 3].set(jnp.inf))
-    out = attend_chunk(of.config, cache, cache, 0, q, bad).out
+
+    def attended(v):
+        stored = put_chunk(cache, 0, k, v, cu_lengths)
+        return attend_chunk(of.config, cache, stored, 0, q, Chunk(sequences, slots, k, v)).out
+
+    clean, out = attended(v), attended(v.at[1, 0, 3].set(jnp.inf))
     np.testing.assert_array_equal(out[4:], clean[4:])
     np.testing.assert_array_equal(out[0], clean[0])
     assert np.isnan(out[1:4, :2]).all()  # heads of the first KV head
