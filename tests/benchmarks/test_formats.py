@@ -94,6 +94,7 @@ def test_all_named_formats_are_compared():
         formats.parse(["--formats", "kvquant4"])
 
 
+@pytest.mark.slow
 def test_a_cache_in_fewer_bits_is_judged_by_an_exact_one():
     model, method = tiny.model("llama"), METHODS["int2"]
     document = np.random.default_rng(0).integers(0, tiny.VOCAB, 80).tolist()
@@ -112,6 +113,7 @@ def test_a_cache_in_fewer_bits_is_judged_by_an_exact_one():
     assert coarse.kept.recent == 16 * exact.kept.per_token / 2
 
 
+@pytest.mark.slow
 def test_times_are_those_of_all_layers():
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.normal(size=(2 * 64, 2, 8)), jnp.float32)

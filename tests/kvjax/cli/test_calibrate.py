@@ -30,6 +30,7 @@ def run(folder):
     return invoke
 
 
+@pytest.mark.slow
 def test_what_was_found_is_shown_written_and_used(run, folder):
     calibrated = folder / "tiers.json"
     budget = ("--select", "mean", "--step-budget", "3 pages")

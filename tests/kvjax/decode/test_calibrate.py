@@ -41,6 +41,7 @@ def one_layer():
     return from_checkpoint(checkpoint, name="one layer", dtype="float32")
 
 
+@pytest.mark.slow
 def test_what_is_tried_and_found(monkeypatch):
     said = []
     monkeypatch.setattr(trials, "CENTROIDS", (1, 4))  # each takes as long as the rest together
