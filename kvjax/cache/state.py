@@ -75,10 +75,7 @@ class PagedKVCache:
     @property
     def sink_tokens(self) -> int:
         """S: first tokens of a sequence that are never encoded, in layers with a format."""
-        if self.format is None:
-            return 0
-        # A last page always has room among the newest.
-        return min(self.format.sink_tokens(self.page_size), (self.max_pages - 1) * self.page_size)
+        return 0 if self.format is None else _sinks(self.format, self.page_size, self.max_pages)
 
     def recent_row(self, slots: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """The row of `recent` where the token of a slot stands, while it is not encoded.
@@ -210,8 +207,8 @@ def init(
             newest = None
         else:
             # No more than a sequence can have: then nothing of it is ever encoded.
-            sinks = min(format.sink_tokens(page_size), (max_pages - 1) * page_size)
-            rows = min(sinks + format.recent(page_size), max_pages * page_size)
+            rows = _sinks(format, page_size, max_pages) + format.recent(page_size)
+            rows = min(rows, max_pages * page_size)
             newest = Recent(*(jnp.zeros((batch, rows, heads, dim), dtype) for dim in dims))
             packings = zip((packed.keys, packed.values), dims, strict=True)
             pools = [empty_pages(p, num_pages, heads, page_size, d) for p, d in packings]
@@ -229,6 +226,11 @@ def init(
         spec=spec,
         format=format,
     )
+
+
+def _sinks(format: Format, page_size: int, max_pages: int) -> int:
+    """First tokens that are never encoded; a last page always has room among the newest."""
+    return min(format.sink_tokens(page_size), (max_pages - 1) * page_size)
 
 
 def as_int32(name: str, values: object) -> Int32[Array, "..."]:
