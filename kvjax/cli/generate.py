@@ -87,6 +87,7 @@ def generate(
     Example: kvjax generate --chat --file report.txt "What was the profit in 2019?"
     Example: kvjax generate --prefix KEY --budget 25% "What was the profit in 2019?"
     Example: kvjax generate --select low-bit --device-budget 64MB --file report.txt "In short:"
+    Example: kvjax generate --select quest --aggregate query --file report.txt "In short:"
     """
     if system is not None and not chat:
         raise KvjaxError("--system needs --chat: a plain text has no system turn")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from typing import Annotated
 
 import typer
@@ -13,7 +14,6 @@ from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
-from kvjax.policies.budget import Budget
 from kvjax.policies.tiering import NAMES
 
 PANEL = "Selected pages"
@@ -31,6 +31,7 @@ class TierOptions:
       keep_generated: whether the answer's pages join the store.
       codec: how pages are encoded in the store.
       hot_exact: whether near pages stay as the model made them.
+      observe: last tokens of the prompt that say what is near at first.
     """
 
     select: Select | None
@@ -40,6 +41,7 @@ class TierOptions:
     keep_generated: bool = Place.keep_generated
     codec: str = Place.codec
     hot_exact: bool = Place.hot_exact
+    observe: int = Place.observe
 
 
 def tier_options(
@@ -59,6 +61,22 @@ def tier_options(
             rich_help_panel=PANEL,
         ),
     ] = Select.budget,
+    aggregate: Annotated[
+        str,
+        typer.Option(
+            help="How the query heads of a KV head agree on its pages: by the sum, max or mean of "
+            "their attention, or query, each naming pages by turns.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Select.aggregate,
+    step_pooling: Annotated[
+        float,
+        typer.Option(
+            help="Share of a neighbour's attention that a page is selected by if its own is less, "
+            "0 to 1.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Select.pooling,
     window: Annotated[
         float | None,
         typer.Option(
@@ -83,6 +101,13 @@ def tier_options(
             help="What makes room for others: lookahead, lru or lfu.", rich_help_panel=PANEL
         ),
     ] = Window.evict,
+    observe: Annotated[
+        int,
+        typer.Option(
+            help="Last tokens of the prompt whose attention says which pages are near at first.",
+            rich_help_panel=PANEL,
+        ),
+    ] = Place.observe,
     calibration: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -120,17 +145,19 @@ def tier_options(
 ) -> TierOptions:
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
+    given = {"budget": step_budget, "aggregate": aggregate, "pooling": step_pooling}
     if select is not None:
         try:
-            Budget(step_budget)
+            chosen = Select(by=select, **given)  # type: ignore[arg-type]  # Select refuses
         except KvjaxError as error:
-            raise KvjaxError(str(error).replace("budget is", "--step-budget is", 1)) from None
-        chosen = Select(budget=step_budget, by=select)  # type: ignore[arg-type]  # Select refuses
-    elif step_budget != Select.budget:
-        raise KvjaxError(
-            "--step-budget is of use with --select only: say what selects the pages, such as "
-            "--select low-bit"
-        )
+            raise KvjaxError(re.sub("^(budget|pooling) is", r"--step-\1 is", str(error))) from None
+    for option, value in given.items():
+        if chosen is None and value != getattr(Select, option):
+            name = option if option == "aggregate" else f"step-{option}"
+            raise KvjaxError(
+                f"--{name} is of use with --select only: say what selects the pages, such as "
+                f"--select low-bit"
+            )
     if window is not None and window_plan is not None:
         raise KvjaxError(
             f"--window is {window:g} and --window-plan is {window_plan}: the plan says how many "
@@ -143,7 +170,9 @@ def tier_options(
         )
     times = Window.times if window is None else window
     kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
-    return TierOptions(chosen, kept, calibration, page_order, keep_generated, codec, hot_exact)
+    return TierOptions(
+        chosen, kept, calibration, page_order, keep_generated, codec, hot_exact, observe
+    )
 
 
 def with_tiers(
@@ -167,9 +196,9 @@ def with_tiers(
     if tiers.select is None:
         if tiers != TierOptions(None, Window()):
             raise KvjaxError(
-                "--window, --window-plan, --calibration, --codec, --page-order, --keep-generated, "
-                "--hot-exact and --evict are of use with --select only: say what selects the "
-                "pages, such as --select low-bit"
+                "--window, --window-plan, --calibration, --observe, --codec, --page-order, "
+                "--keep-generated, --hot-exact and --evict are of use with --select only: say what "
+                "selects the pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()
@@ -179,6 +208,11 @@ def with_tiers(
         for field in dataclasses.fields(config)
         if field.name not in shared and getattr(config, field.name) != getattr(default, field.name)
     ]
+    if theirs == ["pooling"]:
+        raise KvjaxError(
+            f"pooling is {config.pooling!r}, which is of stored prefixes: with --select give "
+            f"--step-pooling"
+        )
     if theirs:
         raise KvjaxError(
             f"{theirs[0]} is {getattr(config, theirs[0])!r}, which is of stored prefixes: with "
@@ -198,6 +232,7 @@ def with_tiers(
         order=tiers.order,  # type: ignore[arg-type]  # Place refuses
         keep_generated=tiers.keep_generated,
         hot_exact=tiers.hot_exact,
+        observe=tiers.observe,
         codec=tiers.codec,  # type: ignore[arg-type]
     )
     select = dataclasses.replace(tiers.select, bits=config.bits)

@@ -34,7 +34,7 @@ _REPLACED = (
     (r"\bevict is\b", "--evict is"),
     (r"\btimeout_s is\b", "--read-timeout is"),
     (r"\b(host|device)_bytes is\b", r"--\1-budget is"),
-    (r"(?<!-)\b(budget|period|placement|pooling|clip) is\b", r"--\1 is"),
+    (r"(?<!-)\b(budget|period|placement|pooling|clip|aggregate|observe) is\b", r"--\1 is"),
     (r",? or None( to \w+.*)?$", r""),
     (rf"\b({_OPTIONS})\b", lambda found: "--" + found[0].replace("_", "-")),
 )  # fmt: skip

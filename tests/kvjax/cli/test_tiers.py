@@ -5,7 +5,9 @@ import json
 import pytest
 import typer.testing
 
+from kvjax import decode
 from kvjax.cli import app
+from kvjax.policies import Place, Select
 from kvjax.storage.page_store import PageStore
 from tests.kvjax.tiny_gguf import write_gguf
 
@@ -59,6 +61,22 @@ def test_an_answer_is_kept_and_pages_lie_by_cluster(run, folder):
     assert [info.codec for info in infos] == ["zstd"] * 2
 
 
+def test_how_heads_agree_and_what_is_near_at_first(run, monkeypatch):
+    """What the options say is what the call gets."""
+    seen, whole = [], decode.generate
+    monkeypatch.setattr(
+        decode, "generate", lambda *x, **y: seen.append(y["cache"]) or whole(*x, **y)
+    )
+    usual = ("--select", "mean", "--step-budget", "2 pages", "--no-stream", "--json")
+    chosen = ("--aggregate", "query", "--step-pooling", "0.25", "--observe", "5")
+    for given in ((), chosen):
+        answer(run(DOCUMENT, *usual, *given))
+    default, other = seen
+    assert (default.select, default.place) == (Select("2 pages", "mean"), Place())
+    assert other.select == Select("2 pages", "mean", aggregate="query", pooling=0.25)
+    assert other.place == Place(observe=5)
+
+
 def test_the_table_says_what_moved(run):
     result = run(DOCUMENT, "--select", "mean", "--step-budget", "2 pages", "--window", "0")
     assert result.exit_code == 0, result.output
@@ -93,7 +111,13 @@ def test_the_table_says_what_moved(run):
         (("--select", "mean", "--host-budget", "1MB"), "--store is not given"),
         (("--select", "mean", "--step-budget", "0%"), "--step-budget is '0%'"),
         (("--select", "mean", "--budget", "5%"), "--budget is '5%', which is of stored prefixes"),
-        (("--select", "mean", "--pooling", "0.1"), "--pooling is 0.1, which is of stored prefixes"),
+        (("--select", "mean", "--pooling", "0.1"), "with --select give --step-pooling"),
+        (("--aggregate", "max"), "--aggregate is of use with --select only"),
+        (("--step-pooling", "0.5"), "--step-pooling is of use with --select only"),
+        (("--observe", "8"), "--observe, --codec, --page-order, --keep-generated, --hot-exact and"),
+        (("--select", "mean", "--aggregate", "luck"), "error: --aggregate is 'luck': must be one"),
+        (("--select", "mean", "--step-pooling", "2"), "error: --step-pooling is 2.0: must be a"),
+        (("--select", "mean", "--observe", "0"), "error: --observe is 0: must be an integer of at"),
         (("--select", "low-bit", "--select-bits", "7"), "--select-bits is 7"),
         (("--select", "mean", "--device-budget", "much"), "--device-budget is 'much'"),
         (("--select", "mean", "--device-budget", "100B"), "--device-budget is 100"),
