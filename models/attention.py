@@ -46,7 +46,7 @@ class LatentAttend(Protocol[State]):
           layer: a Python int.
           q: float32 [T, H, R], queries taken to the latents' space.
           q_rope: float32 [T, H, rope], the rotated parts of queries.
-          latent: float32 [T, R], normalised; all that a token needs to be remembered by, with
+          latent: float32 [T, R], all that a token needs to be remembered by, with
           rotated: float32 [T, rope], the part of its keys that all heads share.
           state: as in `Attend`.
         """

@@ -21,6 +21,8 @@ class Latent:
     value_dim: int  # elements of one head's value
     query_rank: int | None = None  # elements of the queries' latent; None: they have none
     interleaved: bool = True  # rotated pairs are projected as (2i, 2i + 1), not (i, i + half)
+    normalized: bool = True  # latents pass an RMSNorm; those of converted models do not
+    biases: bool = False  # of queries, of what goes down to latents, and of values
 
     def __post_init__(self) -> None:
         for name in ("rank", "rope_dim", "value_dim", "query_rank"):
@@ -29,6 +31,11 @@ class Latent:
                 raise ValueError(f"latent: {name}={value} must be at least 1")
         if self.rope_dim % 2:
             raise ValueError(f"latent: rope_dim={self.rope_dim} must be even: RoPE turns pairs")
+        if self.biases and self.query_rank is not None:
+            raise ValueError(
+                f"latent: query_rank={self.query_rank} must be None: queries with biases have no "
+                "latent"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,21 +41,21 @@ class LatentAttention(nnx.Module):
         self.shape, self.latent = layer, layer.latent
         self.nope_dim = layer.head_dim - layer.rope_dim  # elements that are not rotated
 
-        def linear(size_in: int, size_out: int) -> Linear:
-            return Linear(size_in, size_out, bias=False, dtype=dtype)
+        def linear(size_in: int, size_out: int, *, bias: bool = False) -> Linear:
+            return Linear(size_in, size_out, bias=bias, dtype=dtype)
 
         size, heads = config.hidden_size, layer.num_heads
         rank, query_rank = self.latent.rank, self.latent.query_rank
-        wide = heads * layer.head_dim
+        wide, biases = heads * layer.head_dim, self.latent.biases
         self.q: Linear | LowRank
         if query_rank is None:
-            self.q = linear(size, wide)
+            self.q = linear(size, wide, bias=biases)
         else:
             self.q = LowRank(linear(size, query_rank), linear(query_rank, wide))
-        self.kv_down = linear(size, rank + layer.rope_dim)
-        self.kv_norm = RMSNorm(rank, _LATENT_EPS)
-        self.k_up = linear(rank, heads * self.nope_dim)
-        self.v_up = linear(rank, heads * layer.value_dim)
+        self.kv_down = linear(size, rank + layer.rope_dim, bias=biases)
+        self.kv_norm = RMSNorm(rank, _LATENT_EPS) if self.latent.normalized else None
+        self.k_up = linear(rank, heads * self.nope_dim)  # a bias would add the same to all scores
+        self.v_up = linear(rank, heads * layer.value_dim, bias=biases)
         self.o = linear(heads * layer.value_dim, size)
 
     def __call__(
@@ -87,10 +87,11 @@ class LatentAttention(nnx.Module):
     def latents(
         self, x: Float32[Array, "T d"], turn: Rotations
     ) -> tuple[Float32[Array, "T R"], Float32[Array, "T rope"]]:
-        """Every token's normalised latent, and the rotated part of all its keys."""
+        """Every token's latent, and the rotated part of all its keys."""
         down = self.kv_down(x)
         rotated = self._turned(down[:, None, self.latent.rank :], turn)
-        return self.kv_norm(down[:, : self.latent.rank]), rotated[:, 0]
+        latent = down[:, : self.latent.rank]
+        return latent if self.kv_norm is None else self.kv_norm(latent), rotated[:, 0]
 
     def expand(
         self, latent: Float32[Array, "T R"], rotated: Float32[Array, "T rope"]
@@ -109,8 +110,10 @@ class LatentAttention(nnx.Module):
 
     def values_of(self, mean: Float32[Array, "T H R"]) -> Float32[Array, "T H Dv"]:
         """Every head's mean of values, of its mean of latents."""
-        weight = self.v_up.weight[...].reshape(mean.shape[1], -1, mean.shape[2])
-        return project_heads("thr,hvr->thv", mean, weight)
+        heads, bias = mean.shape[1], self.v_up.bias
+        weight = self.v_up.weight[...].reshape(heads, -1, mean.shape[2])
+        values = project_heads("thr,hvr->thv", mean, weight)
+        return values if bias is None else values + bias[...].reshape(1, heads, -1)
 
     def _turned(self, heads: Float32[Array, "T H rope"], turn: Rotations) -> Array:
         return rotate(halves(heads) if self.latent.interleaved else heads, *turn)

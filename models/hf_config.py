@@ -17,6 +17,9 @@ from kvjax.models.hf_fields import Fields
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *DEEPSEEK_DEFAULTS)
 """`model_type` values read here; gemma3 (with vision) is read as its text part."""
 
+OWN_TYPE = "kvjax"
+"""`model_type` of a folder that kvjax wrote: a whole `ModelConfig` stands in the field `kvjax`."""
+
 _ACTIVATIONS: dict[Any, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -47,6 +50,8 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
             what is not supported.
     """
     kind = fields.get("model_type")
+    if kind == OWN_TYPE:
+        return _own_config(fields, source)
     if kind == "gemma3" and isinstance(fields.get("text_config"), Mapping):
         return model_config({"model_type": "gemma3_text", **fields["text_config"]}, source)
     check_deepseek(kind, fields, source)
@@ -65,6 +70,16 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     except ValueError as error:
         if source in str(error):
             raise
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _own_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
+    stored = fields.get("kvjax")
+    if not isinstance(stored, dict):
+        raise ValueError(f"{source}: model_type is {OWN_TYPE!r} and its field kvjax is {stored!r}")
+    try:
+        return ModelConfig.from_dict(stored)
+    except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
 

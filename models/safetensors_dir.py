@@ -11,7 +11,7 @@ import safetensors
 from kvjax.models.checkpoint import Checkpoint
 from kvjax.models.config import ModelConfig
 from kvjax.models.deepseek_names import DEEPSEEK_LAYER, arranged, predicting_layers
-from kvjax.models.hf_config import model_config
+from kvjax.models.hf_config import OWN_TYPE, model_config
 from kvjax.models.tokenizer_dir import read_tokenizer
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -44,6 +44,8 @@ _NOT_TEXT = ("vision_tower.", "multi_modal_projector.")
 def read_safetensors(folder: str | pathlib.Path) -> Checkpoint:
     """Reads a folder as the transformers library saves it; weights keep their dtype.
 
+    In a folder that kvjax wrote, tensors have this package's names.
+
     Raises:
         ValueError: a file is missing or damaged, or holds a model kvjax does not run; it is named.
     """
@@ -54,7 +56,7 @@ def read_safetensors(folder: str | pathlib.Path) -> Checkpoint:
     weights: dict[str, np.ndarray] = {}
     for path, names in _shards(folder).items():
         weights.update(_read_shard(path, names, config, left_out))
-    if config.layers[0].latent is not None:
+    if config.layers[0].latent is not None and fields["model_type"] != OWN_TYPE:
         weights = arranged(weights, config, str(folder))
     return Checkpoint(config, weights, read_tokenizer(folder), str(folder))
 

@@ -25,7 +25,8 @@ PILLARS = {
 
 FLOORS = (
     "errors", "sealed", "spec", "formats", "cache", "policies", "config", "registry", "programs",
-    "pull", "model", "load", "decode", "engine", "cluster", "plan", "eval", "serve", "cli",
+    "pull", "model", "load", "decode", "convert", "engine", "cluster", "plan", "eval", "serve",
+    "cli",
 )  # fmt: skip
 """The modules and packages of the roof, from the ground up: each imports only what is before it."""
 

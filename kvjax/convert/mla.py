@@ -1,0 +1,201 @@
+"""A model with keys and values, made into one that keeps a latent a token (MLA)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from kvjax.convert.checkpoint import checkpoint_of
+from kvjax.convert.compress import Axes, compressed, principal_axes
+from kvjax.convert.latents_seen import latents_seen
+from kvjax.convert.pairs import Pairs, kept, mixed_pairs
+from kvjax.convert.rotation_needs import rotation_needs
+from kvjax.convert.separate import separated
+from kvjax.decode.calls import Progress
+from kvjax.decode.program import compiled
+from kvjax.errors import KvjaxError, check_integer
+from kvjax.model import Model, from_checkpoint
+from kvjax.models import Checkpoint
+
+CALIBRATION_TOKENS = 16_384
+"""Most tokens that a conversion measures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """What one layer kept.
+
+    Attributes:
+      rank: elements of its latent.
+      rope_dim: elements that stay rotated.
+      rotation: the share that stays of what its pairs' rotations do to the loss, 0 to 1.
+      energy: the share that stays of what its latent does to the loss, 0 to 1.
+    """
+
+    rank: int
+    rope_dim: int
+    rotation: float
+    energy: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Converted:
+    """A model with latents, and what each layer kept."""
+
+    checkpoint: Checkpoint
+    layers: tuple[LayerReport, ...]
+
+
+def convert_mla(
+    model: Model,
+    windows: Int32[np.ndarray, "n W"],
+    *,
+    rank: int,
+    rope_dim: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Converted:
+    """Make a model with latents of a model with keys and values (TransMLA, arXiv:2502.07864).
+
+    First the pairs of elements that RoPE turns are mixed across KV heads, and those that need
+    their rotation most stay rotated, in one part that all heads share. Then the others, and the
+    values, are kept by their principal axes, weighed by what errors cost. Both are measured on
+    texts, forwards and back. A token then takes `rank + rope_dim` elements a layer.
+
+    With `rope_dim` = KV heads x head_dim and `rank` the same, the model is exactly the same one.
+
+    Args:
+      model: without latents, sliding windows, soft caps or norms of queries and keys.
+      windows: token ids of texts, a row each; the first 16,384 tokens are measured.
+      rank: elements of a layer's latent, at most 2 x KV heads x head_dim - `rope_dim`.
+      rope_dim: rotated elements of a layer, even, at most KV heads x head_dim.
+      seed: of the tokens that the loss draws.
+      progress: called with "convert" and how much of it is done.
+
+    Raises:
+      KvjaxError: the model is of another kind, or a number is out of range.
+    """
+    check_convertible(model)
+    check_sizes(model, rank=rank, rope_dim=rope_dim)
+    report = progress or (lambda phase, share: None)
+    report("convert", 0.0)
+    windows = windows[: max(CALIBRATION_TOKENS // windows.shape[1], 1)]
+    key = jax.random.key(seed)
+    needs = _summed(
+        model, windows, rotation_needs, key, lambda share: report("convert", 0.5 * share)
+    )
+    pairs = [mixed_pairs(of_layer) for of_layer in needs]
+    del needs
+    rotated = [kept(of_layer.lost, rope_dim // 2) for of_layer in pairs]
+    whole = separated(checkpoint_of(model), pairs, rotated)
+    ranks = [rank] * len(pairs)
+    if all(layer.latent is not None and layer.latent.rank == rank for layer in whole.config.layers):
+        report("convert", 1.0)
+        return Converted(whole, _reports(pairs, rotated, None, ranks))
+    between = from_checkpoint(whole, name=model.name, dtype=model.dtype)
+    seen = _summed(
+        between, windows, latents_seen, key, lambda share: report("convert", 0.5 + 0.5 * share)
+    )
+    axes = [principal_axes(of_layer, windows.size) for of_layer in seen]
+    report("convert", 1.0)
+    return Converted(compressed(whole, axes, ranks), _reports(pairs, rotated, axes, ranks))
+
+
+def check_convertible(model: Model) -> None:
+    """Refuse a model whose keys and values are not plain projections.
+
+    Args:
+      model: the caller's.
+
+    Raises:
+      KvjaxError: it has latents, windows, soft caps, or norms of queries and keys.
+    """
+    config = model.config
+    for index, layer in enumerate(config.layers):
+        if layer.latent is not None:
+            raise KvjaxError(
+                f"{model.name} keeps latents already (layer {index}: {layer.latent.rank} elements "
+                f"and {layer.rope_dim} rotated): convert a model that keeps keys and values"
+            )
+        if layer.window is not None:
+            raise KvjaxError(
+                f"{model.name} has a sliding window of {layer.window} tokens in layer {index}: "
+                f"layers with latents see all tokens; convert a model without windows"
+            )
+    if config.qk_norm:
+        raise KvjaxError(
+            f"{model.name} normalises every head's keys, which no projection of a latent does: "
+            f"convert a Llama, Mistral or Qwen2 model"
+        )
+    if config.attn_soft_cap is not None:
+        raise KvjaxError(
+            f"{model.name} has a soft cap of {config.attn_soft_cap} on its scores, which attention "
+            f"to latents has not: convert a Llama, Mistral or Qwen2 model"
+        )
+
+
+def check_sizes(model: Model, *, rank: int, rope_dim: int) -> None:
+    """Refuse sizes that a model has no room for.
+
+    Args:
+      model: one that `check_convertible` lets pass.
+      rank: elements of a layer's latent.
+      rope_dim: rotated elements of a layer.
+
+    Raises:
+      KvjaxError: one is out of range; the message says what is allowed.
+    """
+    check_integer("rank", rank, 1)
+    check_integer("rope_dim", rope_dim, 2, ", and even: RoPE turns pairs")
+    most = min(layer.num_kv_heads * layer.head_dim for layer in model.config.layers)
+    if rope_dim % 2 or rope_dim > most:
+        raise KvjaxError(
+            f"rope_dim is {rope_dim}: must be even and at most {most}, the elements of all KV "
+            f"heads' keys in a layer of {model.name}"
+        )
+    if rank > 2 * most - rope_dim:
+        raise KvjaxError(
+            f"rank is {rank}: must be at most {2 * most - rope_dim}, what is left of a layer's "
+            f"{2 * most} elements beside rope_dim={rope_dim}; more would take more than keys and "
+            f"values do"
+        )
+
+
+def _summed(model: Model, windows: Any, of_window: Any, key: Any, done: Any) -> list[Any]:
+    """Sums of what windows give, a layer at a time, in float64 as NumPy arrays."""
+    total: list[Any] = []
+    for index, window in enumerate(windows):
+        given = (model.params, jnp.asarray(window, jnp.int32), jax.random.fold_in(key, index))
+        program, _ = compiled(of_window, model.graphdef, *given)
+        new = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(program(*given)))
+        total = list(new) if not total else jax.tree.map(np.add, total, list(new))
+        done((index + 1) / len(windows))
+    return total
+
+
+def _reports(
+    pairs: Sequence[Pairs],
+    rotated: Sequence[np.ndarray],
+    axes: Sequence[Axes] | None,
+    ranks: Sequence[int],
+) -> tuple[LayerReport, ...]:
+    reports = []
+    for index, (of_layer, stay) in enumerate(zip(pairs, rotated, strict=True)):
+        gone = of_layer.lost.sum() - of_layer.lost[tuple(stay.T)].sum()
+        energy = 1.0
+        if axes is not None:
+            costs = axes[index].costs
+            energy = float(costs[: ranks[index]].sum() / max(costs.sum(), 1e-300))
+        reports.append(
+            LayerReport(
+                rank=ranks[index],
+                rope_dim=2 * len(stay),
+                rotation=float(1 - gone / max(of_layer.whole.sum(), 1e-300)),
+                energy=energy,
+            )
+        )
+    return tuple(reports)

@@ -1,0 +1,123 @@
+"""Conversion to latents: exact in the limit, close where little is left out, refused by name."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheConfig, KvjaxError
+from kvjax.convert import convert_mla, judged, save_folder, split_texts
+from kvjax.convert.checkpoint import checkpoint_of
+from kvjax.model import from_checkpoint
+from kvjax.models import LayerConfig, RopeScaling, random_checkpoint
+from tests.kvjax.decode.tiny import config, no_cache_logits, prompt
+
+YARN = RopeScaling("yarn", factor=4.0, original_context=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Three KV heads, biases, yarn, and layers of two sizes."""
+    layers = (
+        LayerConfig(num_heads=6, num_kv_heads=3, head_dim=8, rope_scaling=YARN),
+        LayerConfig(num_heads=6, num_kv_heads=3, head_dim=8, rope_theta=500.0),
+    )
+    checkpoint = random_checkpoint(config(*layers, qkv_bias=True), seed=5)
+    return from_checkpoint(checkpoint, name="small", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def windows(model):
+    return split_texts(model, [prompt(300), prompt(300, seed=1)], window=64)
+
+
+@pytest.fixture(scope="module")
+def exact(model, windows):
+    made = convert_mla(model, windows.learnt, rank=24, rope_dim=24)
+    return from_checkpoint(made.checkpoint, name="exact", dtype="float32")
+
+
+def test_all_pairs_rotated_is_the_same_model(model, exact):
+    ids = prompt(60, seed=3)
+    expected = no_cache_logits(model, ids)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(no_cache_logits(exact, ids), expected, atol=1e-4)
+    assert exact.spec.bytes_per_token == model.spec.bytes_per_token
+
+
+def test_latent_pages_give_what_keys_and_values_give(model, exact):
+    ids, cache = prompt(45, seed=4), CacheConfig(page_size=8)
+    mine, theirs = (kvjax.score(m, ids, cache=cache) for m in (model, exact))
+    np.testing.assert_allclose(theirs.logprobs[1:], mine.logprobs[1:], atol=1e-4)
+    assert theirs.stats.bytes_per_token == 2 * 48 * 4
+
+
+def test_less_costs_more_and_little_costs_little(model, windows):
+    """Of 48 elements 40, 32 and 16, the same share of them rotated."""
+    found = []
+    for rank, rope_dim in ((24, 16), (16, 16), (8, 8)):
+        made = convert_mla(model, windows.learnt, rank=rank, rope_dim=rope_dim)
+        other = from_checkpoint(made.checkpoint, name="other", dtype="float32")
+        assert other.spec.bytes_per_token == 2 * (rank + rope_dim) * 4
+        found.append(judged(model, other, windows.held_out))
+        for layer in made.layers:
+            assert (layer.rank, layer.rope_dim) == (rank, rope_dim)
+            assert 0 < layer.energy < 1
+            assert 0 < layer.rotation < 1
+    losses = [one.kl for one in found]
+    assert 0 < losses[0] < losses[1] < losses[2]
+    assert losses[0] < 0.1 * losses[2]
+    assert found[0].original_perplexity == found[2].original_perplexity
+
+
+REFUSED = [
+    ({}, {"rank": 0, "rope_dim": 8}, "rank is 0: must be an integer of at least 1"),
+    ({}, {"rank": 8, "rope_dim": 0}, "rope_dim is 0"),
+    ({}, {"rank": 8, "rope_dim": 7}, "rope_dim is 7: must be even and at most 24"),
+    ({}, {"rank": 8, "rope_dim": 26}, "rope_dim is 26: must be even and at most 24"),
+    ({}, {"rank": 41, "rope_dim": 8}, "rank is 41: must be at most 40"),
+    ({"qk_norm": True}, {"rank": 8, "rope_dim": 8}, "normalises every head's keys"),
+    ({"attn_soft_cap": 5.0}, {"rank": 8, "rope_dim": 8}, "a soft cap of 5.0"),
+    ({"window": 16}, {"rank": 8, "rope_dim": 8}, "a sliding window of 16 tokens in layer 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "sizes", "message"), REFUSED, ids=[row[2] for row in REFUSED])
+def test_what_cannot_be_converted_is_refused(change, sizes, message):
+    change = dict(change)
+    layer = LayerConfig(6, 3, 8, change.pop("window", None))
+    other = from_checkpoint(random_checkpoint(config(layer, **change)), name="other")
+    with pytest.raises(KvjaxError, match=message):
+        convert_mla(other, np.zeros((1, 16), np.int32), **sizes)
+
+
+def test_a_model_with_latents_is_refused(exact):
+    with pytest.raises(KvjaxError, match=r"exact keeps latents already \(layer 0: 24 elements"):
+        convert_mla(exact, np.zeros((1, 16), np.int32), rank=8, rope_dim=8)
+
+
+def test_texts_are_split_and_short_ones_refused(model):
+    both = split_texts(model, [prompt(640), prompt(160, seed=1)], window=64)
+    assert (
+        both.learnt.tolist()
+        == np.reshape(prompt(640)[:560] + prompt(160, seed=1)[:80], (10, 64)).tolist()
+    )
+    assert both.held_out.tolist() == [prompt(640)[560:624]]
+    with pytest.raises(KvjaxError, match=r"text 1 has 15 tokens: at least 64 \(four pages\)"):
+        split_texts(model, [prompt(100), prompt(15)])
+    with pytest.raises(KvjaxError, match="texts is empty"):
+        split_texts(model, [])
+    with pytest.raises(KvjaxError, match="small came without a tokenizer"):
+        split_texts(model, "a text")
+    with pytest.raises(KvjaxError, match="token id 64 at index 70"):
+        split_texts(model, [*prompt(70), 64])
+
+
+def test_a_folder_is_read_again(exact, tmp_path):
+    made = checkpoint_of(exact)
+    save_folder(tmp_path / "mla", made)
+    again = kvjax.load(tmp_path / "mla", dtype="float32")
+    assert again.config == exact.config
+    ids = prompt(30, seed=6)
+    np.testing.assert_array_equal(no_cache_logits(again, ids), no_cache_logits(exact, ids))
+    with pytest.raises(KvjaxError, match="mla is already there"):
+        save_folder(tmp_path / "mla", made)
