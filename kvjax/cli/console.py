@@ -17,6 +17,9 @@ PHASES = {
     "prefill": "reading the prompt",
     "decode": "generating",
     "calibrate": "trying settings",
+    "convert": "measuring, and converting",
+    "heal": "healing",
+    "judge": "judging",
     "download": "downloading",
     "unpack": "unpacking and checking",
 }
@@ -68,6 +71,10 @@ class Bars:
         # A phase that reports only its two ends has no share to show in between.
         unknown = phase in ("weights", "device", "compile", "decode") and done == 0
         self._progress.update(self._tasks[phase], completed=done, total=None if unknown else total)
+
+    def describe(self, phase: str, text: str) -> None:
+        """Puts a text in the place of what a phase that is shown is called."""
+        self._progress.update(self._tasks[phase], description=text)
 
     def stop(self) -> None:
         """Takes the bars off the screen, so that the result can be written there."""

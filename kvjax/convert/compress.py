@@ -77,6 +77,10 @@ def compressed(checkpoint: Checkpoint, axes: list[Axes], ranks: list[int]) -> Ch
                 "v_up.bias",
             )
         )
+        # Rows as long as they were on average: learning moves all by steps of one size.
+        lengths = np.linalg.norm(down @ whole[:old], axis=1)
+        stretch = np.linalg.norm(whole[:old], axis=1).mean() / np.maximum(lengths, 1e-30)
+        down, up = down * stretch[:, None], up / stretch[None, :]
         moved = {
             "kv_down.weight": np.concatenate([down @ whole[:old], whole[old:]]),
             "kv_down.bias": np.concatenate([down @ (bias[:old] - of_layer.mean), bias[old:]]),
