@@ -38,11 +38,16 @@ def convert_mla(
     ],
     *,
     rank: Annotated[
-        int, typer.Option(help="Elements of a layer's latent, of keys and values together.")
+        int,
+        typer.Option(help="Elements of a layer's latent, of keys and values together; a mean."),
     ],
     rope_dim: Annotated[
-        int, typer.Option(help="Elements of a layer that stay rotated, and that all heads share.")
+        int,
+        typer.Option(help="Elements of a layer that stay rotated, for all heads; a mean, even."),
     ],
+    even: Annotated[
+        bool, typer.Option("--even", help="Give all layers the same sizes, not what each needs.")
+    ] = False,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -91,6 +96,7 @@ def convert_mla(
             texts,
             rank=rank,
             rope_dim=rope_dim,
+            even=even,
             seed=seed,
             healing=healing,
             folder=kept,

@@ -15,6 +15,7 @@ from kvjax.convert.latents_seen import latents_seen
 from kvjax.convert.pairs import Pairs, kept, mixed_pairs
 from kvjax.convert.rotation_needs import rotation_needs
 from kvjax.convert.separate import separated
+from kvjax.convert.share_out import shared_out
 from kvjax.decode.calls import Progress
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, check_integer
@@ -23,6 +24,9 @@ from kvjax.models import Checkpoint
 
 CALIBRATION_TOKENS = 16_384
 """Most tokens that a conversion measures."""
+
+UNIT = 8
+"""Elements of a latent that are shared out among layers at once; of rotated ones, half as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ def convert_mla(
     *,
     rank: int,
     rope_dim: int,
+    even: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Converted:
@@ -64,7 +69,8 @@ def convert_mla(
     First the pairs of elements that RoPE turns are mixed across KV heads, and those that need
     their rotation most stay rotated, in one part that all heads share. Then the others, and the
     values, are kept by their principal axes, weighed by what errors cost. Both are measured on
-    texts, forwards and back. A token then takes `rank + rope_dim` elements a layer.
+    texts, forwards and back. A token then takes `rank + rope_dim` elements a layer on average:
+    layers that need more have more.
 
     With `rope_dim` = KV heads x head_dim and `rank` the same, the model is exactly the same one.
 
@@ -73,6 +79,7 @@ def convert_mla(
       windows: token ids of texts, a row each; the first 16,384 tokens are measured.
       rank: elements of a layer's latent, at most 2 x KV heads x head_dim - `rope_dim`.
       rope_dim: rotated elements of a layer, even, at most KV heads x head_dim.
+      even: whether all layers have the same sizes.
       seed: of the tokens that the loss draws.
       progress: called with "convert" and how much of it is done.
 
@@ -90,17 +97,24 @@ def convert_mla(
     )
     pairs = [mixed_pairs(of_layer) for of_layer in needs]
     del needs
-    rotated = [kept(of_layer.lost, rope_dim // 2) for of_layer in pairs]
+    counts = [rope_dim // 2] * len(pairs)
+    if not even:
+        needed = [np.sort(of_layer.lost.reshape(-1))[::-1] for of_layer in pairs]
+        counts = shared_out(needed, rope_dim // 2, UNIT // 4)
+    rotated = [kept(of_layer.lost, count) for of_layer, count in zip(pairs, counts, strict=True)]
     whole = separated(checkpoint_of(model), pairs, rotated)
-    ranks = [rank] * len(pairs)
-    if all(layer.latent is not None and layer.latent.rank == rank for layer in whole.config.layers):
+    room = [layer.latent.rank for layer in whole.config.layers if layer.latent is not None]
+    if sum(room) <= rank * len(room):
         report("convert", 1.0)
-        return Converted(whole, _reports(pairs, rotated, None, ranks))
+        return Converted(whole, _reports(pairs, rotated, None, room))
     between = from_checkpoint(whole, name=model.name, dtype=model.dtype)
     seen = _summed(
         between, windows, latents_seen, key, lambda share: report("convert", 0.5 + 0.5 * share)
     )
     axes = [principal_axes(of_layer, windows.size) for of_layer in seen]
+    ranks = [rank] * len(axes)
+    if not even:
+        ranks = shared_out([of_layer.costs for of_layer in axes], rank, UNIT)
     report("convert", 1.0)
     return Converted(compressed(whole, axes, ranks), _reports(pairs, rotated, axes, ranks))
 

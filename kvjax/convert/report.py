@@ -88,6 +88,7 @@ def convert_and_judge(
     *,
     rank: int,
     rope_dim: int,
+    even: bool = False,
     seed: int = 0,
     healing: Healing | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -101,6 +102,7 @@ def convert_and_judge(
       texts: of `split_texts`.
       rank: see `convert_mla`.
       rope_dim: see `convert_mla`.
+      even: see `convert_mla`.
       seed: see `convert_mla`.
       healing: how; None leaves it as it was converted.
       folder: see `heal`.
@@ -112,7 +114,13 @@ def convert_and_judge(
     """
     report = progress or (lambda phase, share: None)
     made: Converted = convert_mla(
-        model, texts.learnt, rank=rank, rope_dim=rope_dim, seed=seed, progress=progress
+        model,
+        texts.learnt,
+        rank=rank,
+        rope_dim=rope_dim,
+        even=even,
+        seed=seed,
+        progress=progress,
     )
     report("judge", 0.0)
     states = final_states(model, texts.held_out)

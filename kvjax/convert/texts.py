@@ -69,10 +69,16 @@ def split_texts(
         learnt += ids[:-last]
         held_out += ids[-last:]
     width = min(window, model.config.max_context, len(held_out))
-    return Texts(_windows(learnt, width), _windows(held_out[:HELD_OUT_TOKENS], width))
+    return Texts(windows_of(learnt, width), windows_of(held_out[:HELD_OUT_TOKENS], width))
 
 
-def _windows(ids: list[int], width: int) -> Int32[np.ndarray, "n W"]:
+def windows_of(ids: list[int], width: int) -> Int32[np.ndarray, "n W"]:
+    """Pieces of equal length; what is left at the end is not in them.
+
+    Args:
+      ids: of a text.
+      width: tokens of a window.
+    """
     count = len(ids) // width
     return np.asarray(ids[: count * width], np.int32).reshape(count, width)
 

@@ -33,6 +33,7 @@ def run(folder):
 def made(run, folder):
     """What a conversion with healing prints, and its folder."""
     words = ["convert", "mla", folder / "tiny.gguf", folder / "mla", "--rank", 16, "--rope-dim", 8]
+    words += ["--even"]
     words += ["--text", folder / "text.txt", "--heal", 3, "--json"]
     result = run(*words)
     assert result.exit_code == 0, result.output
@@ -47,6 +48,7 @@ def test_a_conversion_is_told(made):
     assert told["converted"]["original_perplexity"] == told["healed"]["original_perplexity"]
     assert len(told["losses"]) == 3
     assert [layer["rank"] for layer in told["layers"]] == [16, 16]
+    assert [layer["rope_dim"] for layer in told["layers"]] == [8, 8]
     kept = json.loads((folder / "conversion.json").read_text())
     assert kept == {key: value for key, value in told.items() if key != "output"}
     assert not folder.with_name("mla.healing").exists()

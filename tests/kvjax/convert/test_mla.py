@@ -7,6 +7,7 @@ import kvjax
 from kvjax import CacheConfig, KvjaxError
 from kvjax.convert import convert_mla, judged, save_folder, split_texts
 from kvjax.convert.checkpoint import checkpoint_of
+from kvjax.convert.share_out import shared_out
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, RopeScaling, random_checkpoint
 from tests.kvjax.decode.tiny import config, no_cache_logits, prompt
@@ -59,14 +60,24 @@ def test_less_costs_more_and_little_costs_little(model, windows):
         other = from_checkpoint(made.checkpoint, name="other", dtype="float32")
         assert other.spec.bytes_per_token == 2 * (rank + rope_dim) * 4
         found.append(judged(model, other, windows.held_out))
+        assert sum(layer.rank for layer in made.layers) == 2 * rank
+        assert sum(layer.rope_dim for layer in made.layers) == 2 * rope_dim
         for layer in made.layers:
-            assert (layer.rank, layer.rope_dim) == (rank, rope_dim)
-            assert 0 < layer.energy < 1
-            assert 0 < layer.rotation < 1
+            assert 0 < layer.energy <= 1
+            assert 0 < layer.rotation <= 1
     losses = [one.kl for one in found]
     assert 0 < losses[0] < losses[1] < losses[2]
     assert losses[0] < 0.1 * losses[2]
     assert found[0].original_perplexity == found[2].original_perplexity
+
+
+def test_room_goes_where_it_is_worth_most():
+    worth = [np.array([9.0, 8.0, 1.0, 1.0]), np.array([7.0, 6.0, 5.0, 4.0]), np.full(4, 0.1)]
+    assert shared_out(worth, 2, 1) == [2, 3, 1]
+    assert shared_out(worth, 2, 2) == [2, 2, 2]
+    assert shared_out(worth, 3, 2) == [3, 3, 3]
+    assert shared_out(worth, 4, 1) == [4, 4, 4]
+    assert shared_out([np.ones(3), np.ones(3)], 2, 1) == [3, 1]
 
 
 REFUSED = [
