@@ -8,10 +8,12 @@ from kvjax.pallas_kernels import IMPLEMENTATIONS
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.pallas_kernels.validate import FLOATS, PAGE_SIZES
 from kvjax.policies.tiering import Place, Select, Window
-from kvjax.spec import DEFAULT_PAGE_SIZE
+from kvjax.spec import DEFAULT_PAGE_SIZE, INDEX_FLOAT8
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Other spellings that are taken for a dtype's name."""
+
+_INDEX_DTYPES = {"fp8": INDEX_FLOAT8, INDEX_FLOAT8: INDEX_FLOAT8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,8 @@ class CacheConfig:
       num_pages: pages in the pool; None makes it as large as the call needs.
       dtype: of stored keys and values, "float32", "bfloat16" or "float16" (`SHORT_DTYPES` are taken
         too); None takes that of the model's matrices.
+      index_dtype: of the keys that an indexer chooses tokens by (DeepSeek-V3.2), "float8_e4m3fn"
+        (or "fp8"), with a scale a token; None takes `dtype`.
       format: how full pages are stored, a `kvjax.formats.Format` or the name of one
         (`kvjax.formats.NAMED`); None stores them in `dtype`.
       attention: which attention implementation to insist on; None lets kvjax choose.
@@ -38,6 +42,7 @@ class CacheConfig:
     page_size: int = DEFAULT_PAGE_SIZE
     num_pages: int | None = None
     dtype: str | None = None
+    index_dtype: str | None = None
     format: Format | str | None = None
     attention: Implementation | None = None
     select: Select | None = None
@@ -67,6 +72,13 @@ class CacheConfig:
                 raise KvjaxError(
                     f"dtype is {self.dtype!r}: must be one of {', '.join(FLOATS)}, or None"
                 )
+        if self.index_dtype is not None:
+            if self.index_dtype not in _INDEX_DTYPES:
+                raise KvjaxError(
+                    f"index_dtype is {self.index_dtype!r}: must be one of "
+                    f"{', '.join(_INDEX_DTYPES)}, or None"
+                )
+            object.__setattr__(self, "index_dtype", _INDEX_DTYPES[self.index_dtype])
         if isinstance(self.format, str):
             object.__setattr__(self, "format", self.page_format)
         if self.format is not None and not isinstance(self.format, Format):

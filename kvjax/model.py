@@ -37,20 +37,31 @@ class Model:
         return kv_spec(self.config, self.dtype)
 
 
-def kv_spec(config: ModelConfig, dtype: str, *, expanded: bool = False) -> KVSpec:
+def kv_spec(
+    config: ModelConfig, dtype: str, *, expanded: bool = False, index_dtype: str | None = None
+) -> KVSpec:
     """What a model's cache stores.
 
     Args:
       config: the model's.
       dtype: of the stored keys and values, or latents.
       expanded: whether layers with latents keep the keys and values that are made of them.
+      index_dtype: of the keys that an indexer chooses tokens by, if not `dtype`.
     """
-    return KVSpec(tuple(_layer_spec(layer, expanded) for layer in config.layers), dtype)
+    layers = tuple(_layer_spec(layer, expanded) for layer in config.layers)
+    return KVSpec(layers, dtype, index_dtype)
 
 
 def _layer_spec(layer: LayerConfig, expanded: bool) -> LayerSpec:
     if layer.latent is not None and not expanded:
-        return LayerSpec.mla(layer.latent.rank, layer.rope_dim, window=layer.window)
+        indexer = layer.indexer
+        return LayerSpec.mla(
+            layer.latent.rank,
+            layer.rope_dim,
+            window=layer.window,
+            index_dim=0 if indexer is None or indexer.shares else indexer.head_dim,
+            top_tokens=None if indexer is None else indexer.top_k,
+        )
     return LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, layer.value_dim, window=layer.window)
 
 

@@ -55,6 +55,9 @@ ITEM_BYTES = {
 }
 """Bytes of one stored element, for every dtype a pool may have."""
 
+INDEX_FLOAT8 = "float8_e4m3fn"
+"""What index keys may be stored in, with a float32 scale a token."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -69,6 +72,8 @@ class LayerSpec:
       latent_dim: elements of the latent; 0 for "gqa".
       rope_dim: elements of the rotated position key; 0 for "gqa".
       window: tokens a query sees, itself included; None means all.
+      index_dim: elements of the index key that tokens are chosen by (DSA); 0 stores none.
+      top_tokens: most tokens that a query attends to, of those it sees; None means all.
       shared: the layer whose pages this one reads, storing nothing itself (YOCO); None means it
         stores its own.
 
@@ -84,6 +89,8 @@ class LayerSpec:
     rope_dim: int = 0
     window: int | None = None
     shared: int | None = None
+    index_dim: int = 0
+    top_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("gqa", "mla"):
@@ -97,17 +104,27 @@ class LayerSpec:
             if not self.elements_read_per_token:
                 return  # its sizes are filled in by the KVSpec that knows the other layer
         heads: tuple[str, ...] = ("kv_heads", "head_dim", "v_head_dim")
-        latent: tuple[str, ...] = ("latent_dim", "rope_dim")
+        latent: tuple[str, ...] = ("latent_dim", "rope_dim", "index_dim")
         used, unused = (heads, latent) if self.kind == "gqa" else (latent, heads)
         for name in used:
             # A latent without a position key (rope_dim=0) is a model that needs no positions.
-            check_integer(name, getattr(self, name), 0 if name == "rope_dim" else 1)
+            least = 0 if name in ("rope_dim", "index_dim") else 1
+            check_integer(name, getattr(self, name), least)
         for name in unused:
             if getattr(self, name) != 0:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}: a layer of kind {self.kind!r} has none; "
                     f"leave it out"
                 )
+        if self.top_tokens is not None:
+            check_integer("top_tokens", self.top_tokens, 1)
+        if (self.kind == "gqa" and self.top_tokens is not None) or (
+            self.index_dim and self.top_tokens is None
+        ):
+            raise ValueError(
+                f"top_tokens is {self.top_tokens!r}: layers of kind 'mla' have it, and those with "
+                f"index_dim={self.index_dim} need it"
+            )
 
     @classmethod
     def gqa(
@@ -124,15 +141,35 @@ class LayerSpec:
         return cls("gqa", kv_heads, head_dim, v_head_dim, window=window)
 
     @classmethod
-    def mla(cls, latent_dim: int, rope_dim: int, window: int | None = None) -> "LayerSpec":
+    def mla(
+        cls,
+        latent_dim: int,
+        rope_dim: int,
+        window: int | None = None,
+        *,
+        index_dim: int = 0,
+        top_tokens: int | None = None,
+    ) -> "LayerSpec":
         """A layer that stores one latent and one rotated position key (DeepSeek-V2, section 2.1).
+
+        And, where a lightning indexer chooses what queries attend to, one index key
+        (DeepSeek-V3.2-Exp, section 2.1).
 
         Args:
           latent_dim: elements of the latent that keys and values are projected from.
           rope_dim: elements of the position key that all heads share.
           window: tokens a query sees, itself included; all if None.
+          index_dim: elements of the index key; 0 where the layer has no indexer of its own.
+          top_tokens: most tokens that a query attends to; all if None.
         """
-        return cls("mla", latent_dim=latent_dim, rope_dim=rope_dim, window=window)
+        return cls(
+            "mla",
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
+            window=window,
+            index_dim=index_dim,
+            top_tokens=top_tokens,
+        )
 
     @classmethod
     def shared_with(cls, layer: int) -> "LayerSpec":
@@ -206,6 +243,7 @@ class KVSpec:
     Attributes:
       layers: one entry a layer, in the order in which the model runs them.
       dtype: name of the stored elements' dtype, one of `ITEM_BYTES`.
+      index_dtype: of index keys, if not `dtype`: "float8_e4m3fn", with a float32 scale a token.
 
     Raises:
       ValueError: no layers, an unknown dtype, or a shared layer that points to a layer which is not
@@ -214,10 +252,15 @@ class KVSpec:
 
     layers: tuple[LayerSpec, ...]
     dtype: str = "bfloat16"
+    index_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+        if self.index_dtype not in (None, INDEX_FLOAT8):
+            raise ValueError(
+                f"index_dtype is {self.index_dtype!r}: must be {INDEX_FLOAT8!r} or None"
+            )
         if not self.layers or not all(isinstance(layer, LayerSpec) for layer in self.layers):
             raise ValueError(
                 f"layers is {self.layers!r}: must be one LayerSpec a layer, at least 1"
@@ -253,7 +296,31 @@ class KVSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes one token adds, over all layers: 2 x layers x KV heads x head_dim x bytes."""
-        return self.bytes_per_element * sum(layer.elements_per_token for layer in self.layers)
+        return sum(map(self.layer_bytes_per_token, self.layers))
+
+    def layer_bytes_per_token(self, layer: LayerSpec) -> int:
+        """Bytes one token adds in one layer: keys and values, or a latent, and an index key.
+
+        Args:
+          layer: one of the spec's.
+        """
+        return self.bytes_per_element * layer.elements_per_token + self.index_bytes_per_token(layer)
+
+    def index_bytes_per_token(self, layer: LayerSpec) -> int:
+        """Bytes of one token's index key in one layer, its scale included.
+
+        Args:
+          layer: one of the spec's.
+
+        >>> sparse = LayerSpec.mla(512, 64, index_dim=128, top_tokens=2048)
+        >>> [KVSpec((sparse,), index_dtype=i).bytes_per_token for i in (None, INDEX_FLOAT8)]
+        [1408, 1284]
+        """
+        if layer.shared is not None or not layer.index_dim:
+            return 0
+        if self.index_dtype is not None:
+            return layer.index_dim * ITEM_BYTES[self.index_dtype] + ITEM_BYTES["float32"]
+        return layer.index_dim * self.bytes_per_element
 
     def source(self, layer: int) -> int:
         """The index of the layer whose pages `layer` reads: its own, unless it is shared."""
@@ -297,14 +364,31 @@ class KVSpec:
         """Bytes one decode step must read of one sequence, each element once.
 
         A window layer reads its window; a shared layer reads the other layer's pages again,
-        although nothing is stored for it twice.
+        although nothing is stored for it twice. A layer that chooses tokens reads the index keys of
+        all and the latents of the chosen; more of these where whole pages are read, which
+        `pages_of_tokens` counts.
 
         Args:
           tokens: cached tokens, the newest included.
+
+        DeepSeek-V3.2's layer at 32k tokens against V3's, which attends to all:
+
+        >>> dense = KVSpec((LayerSpec.mla(512, 64),)).bytes_read_per_step(32768)
+        >>> layers = (LayerSpec.mla(512, 64, index_dim=128, top_tokens=2048),)
+        >>> for index_dtype in (None, INDEX_FLOAT8):
+        ...     sparse = KVSpec(layers, index_dtype=index_dtype).bytes_read_per_step(32768)
+        ...     print(f"{sparse / dense:.3f}")
+        0.285
+        0.177
         """
-        return self.bytes_per_element * sum(
-            layer.visible_tokens(tokens) * layer.elements_read_per_token for layer in self.layers
-        )
+        total = 0
+        for layer in self.layers:
+            seen = layer.visible_tokens(tokens)
+            attended = seen if layer.top_tokens is None else min(seen, layer.top_tokens)
+            total += attended * layer.elements_read_per_token * self.bytes_per_element
+            # A choice of all is none: nothing is scored for it.
+            total += seen * self.index_bytes_per_token(layer) if attended < seen else 0
+        return total
 
     def step_read_seconds(self, tokens: int, bytes_per_second: float) -> float:
         """Seconds one decode step needs to read one sequence's cache once.
@@ -345,7 +429,7 @@ class KVSpec:
         for suffix in suffixes:
             check_integer("suffixes", suffix, 0)
         shared_pages = prefix // page_size
-        elements = 0
+        total = 0
         for layer in self.layers:
             oldest, pages = shared_pages, 0
             for suffix in suffixes:
@@ -353,8 +437,8 @@ class KVSpec:
                 oldest = min(oldest, first)
                 pages += pages_for(prefix + suffix, page_size) - max(first, shared_pages)
             pages += shared_pages - oldest
-            elements += pages * page_size * layer.elements_per_token
-        return elements * self.bytes_per_element
+            total += pages * page_size * self.layer_bytes_per_token(layer)
+        return total
 
     def shard(self, num_devices: int) -> "KVSpec":
         """The spec of what one device holds under tensor parallelism (section 2).

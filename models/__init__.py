@@ -20,6 +20,8 @@ from kvjax.models.checkpoint import (
 from kvjax.models.config import LayerConfig, ModelConfig, RopeScaling
 from kvjax.models.decoder import Decoder
 from kvjax.models.deepseek import Experts, Latent
+from kvjax.models.deepseek_indexer import ChoosingAttend, Indexed
+from kvjax.models.deepseek_sparse import Indexer
 from kvjax.models.gguf_file import GGUFFile
 from kvjax.models.gguf_names import model_config as gguf_config
 from kvjax.models.gguf_reader import gguf_weights, read_gguf
@@ -33,10 +35,13 @@ from kvjax.models.tokenizer_dir import read_tokenizer
 __all__ = [
     "Attend",
     "Checkpoint",
+    "ChoosingAttend",
     "ContiguousCache",
     "Decoder",
     "Experts",
     "GGUFFile",
+    "Indexed",
+    "Indexer",
     "Latent",
     "LatentAttend",
     "LayerConfig",

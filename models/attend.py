@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.models.attend_chosen import CausalAttend
 from kvjax.models.attention import Attend
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import soft_cap
@@ -79,8 +80,10 @@ def dense_attention(
 
 def causal_attend(
     config: ModelConfig, segments: Int32[Array, " T"], positions: Int32[Array, " T"]
-) -> Attend[None]:
+) -> CausalAttend:
     """An `attend` with no cache: a token sees the tokens of its segment in the same stream.
+
+    In layers with an indexer it sees those of them that the indexer chooses.
 
     Args:
         config: whose scale, windows and soft cap to use.
@@ -105,7 +108,7 @@ def causal_attend(
         )
         return out, state
 
-    return attend
+    return CausalAttend(config, segments, positions, attend)
 
 
 @jax.tree_util.register_dataclass

@@ -5,6 +5,7 @@ import math
 from typing import Any, Literal
 
 from kvjax.models.deepseek import Experts, Latent
+from kvjax.models.deepseek_sparse import Indexer, check_sharing
 
 RopeKind = Literal["linear", "llama3", "yarn", "factors"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -58,6 +59,7 @@ class LayerConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     latent: Latent | None = None  # None: keys and values are projected directly
+    indexer: Indexer | None = None  # None: a query attends to all tokens that it sees
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -67,6 +69,8 @@ class LayerConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
         if self.latent is not None:
             if self.num_heads != self.num_kv_heads:
                 raise ValueError(
@@ -93,6 +97,19 @@ class LayerConfig:
                 f"head_dim={self.rope_dim} needs {self.rope_dim // 2}"
             )
 
+    def _check_indexer(self, indexer: Indexer) -> None:
+        if self.latent is None:
+            raise ValueError("indexer: a layer that has one must have a latent")
+        if self.latent.query_rank is None and not indexer.shares:
+            raise ValueError(
+                "indexer: query_rank=None must be a number: index queries are made of latents of "
+                "queries"
+            )
+        if indexer.head_dim < self.rope_dim:
+            raise ValueError(
+                f"indexer: head_dim={indexer.head_dim} must be at least rope_dim={self.rope_dim}"
+            )
+
     @property
     def rope_dim(self) -> int:
         """Elements of a query and a key that are rotated: the last ones."""
@@ -108,7 +125,7 @@ class LayerConfig:
 class ModelConfig:
     """A decoder, up to its weights."""
 
-    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, deepseek_v2, deepseek_v3: for people
+    architecture: str  # llama, mistral, qwen2, qwen3, gemma3, deepseek_v2 ...: for people
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -149,6 +166,7 @@ class ModelConfig:
             raise ValueError(
                 f"attn_soft_cap={self.attn_soft_cap} must be None: layers with a latent have none"
             )
+        check_sharing(tuple(layer.indexer for layer in self.layers))
         if self.experts is not None and not {*self.experts.layers} <= {*range(len(self.layers))}:
             raise ValueError(
                 f"experts: layers={self.experts.layers} must be among 0..{len(self.layers) - 1}"
@@ -179,7 +197,10 @@ class ModelConfig:
                     scaling = RopeScaling(**{**scaling, "factors": tuple(scaling["factors"])})
                 latent = layer.get("latent")
                 latent = None if latent is None else Latent(**latent)
-                layers.append(LayerConfig(**{**layer, "rope_scaling": scaling, "latent": latent}))
+                indexer = layer.get("indexer")
+                indexer = None if indexer is None else Indexer(**indexer)
+                made = {"rope_scaling": scaling, "latent": latent, "indexer": indexer}
+                layers.append(LayerConfig(**{**layer, **made}))
             experts = fields.get("experts")
             if experts is not None:
                 experts = Experts(**{**experts, "layers": tuple(experts["layers"])})

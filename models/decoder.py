@@ -3,6 +3,8 @@
 A model has no batch axis: it maps one flat stream of tokens, whose owners only `attend` knows.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -12,6 +14,7 @@ from kvjax.models.attention import Attend, Attention, Rotations, State
 from kvjax.models.config import LayerConfig, ModelConfig
 from kvjax.models.deepseek_attention import LatentAttention
 from kvjax.models.deepseek_experts import ExpertsMLP
+from kvjax.models.deepseek_indexer import SparseLatentAttention
 from kvjax.models.linear import Embedding, Linear, project, soft_cap
 from kvjax.models.mlp import MLP
 from kvjax.models.norm import RMSNorm
@@ -24,6 +27,7 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, index: int, dtype: DTypeLike) -> None:
         size, eps, layer = config.hidden_size, config.norm_eps, config.layers[index]
         kind = Attention if layer.latent is None else LatentAttention
+        kind = kind if layer.indexer is None else SparseLatentAttention
         self.attention_norm = RMSNorm(size, eps)
         self.attention = kind(config, layer, dtype)
         self.attention_post_norm = RMSNorm(size, eps) if config.post_norms else None
@@ -42,12 +46,17 @@ class Layer(nnx.Module):
         turn: Rotations,
         attend: Attend[State],
         state: State,
-    ) -> tuple[Float32[Array, "T d"], State]:
-        """The residual stream after layer `index`."""
-        y, state = self.attention(index, self.attention_norm(x), turn, attend, state)
+        choice: Any,
+    ) -> tuple[Float32[Array, "T d"], State, Any]:
+        """The residual stream after layer `index`, and the newest choice of tokens, if any is."""
+        y = self.attention_norm(x)
+        if isinstance(self.attention, SparseLatentAttention):
+            y, state, choice = self.attention.chosen(index, y, turn, attend, state, choice)
+        else:
+            y, state = self.attention(index, y, turn, attend, state)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), state
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), state, choice
 
 
 class Decoder(nnx.Module):
@@ -93,10 +102,11 @@ class Decoder(nnx.Module):
         if self.config.embed_scale is not None:
             x = x * self.config.embed_scale
         turns: dict[LayerConfig, Rotations] = {}
+        choice = None
         for index, shape in enumerate(self.config.layers):
             if shape not in turns:
                 turns[shape] = rotations(shape, positions)
-            x, state = self.layers[index](index, x, turns[shape], attend, state)
+            x, state, choice = self.layers[index](index, x, turns[shape], attend, state, choice)
         return self.norm(x), state
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float32[Array, "*batch V"]:

@@ -81,7 +81,13 @@ class LatentAttention(nnx.Module):
         self, x: Float32[Array, "T d"], turn: Rotations
     ) -> tuple[Float32[Array, "T H nope"], Float32[Array, "T H rope"]]:
         """Every head's query: the part for keys made from latents, and the rotated part."""
-        q = self.q(x).reshape(x.shape[0], self.shape.num_heads, self.shape.head_dim)
+        return self.split(self.q(x), turn)
+
+    def split(
+        self, q: Float32[Array, "T HD"], turn: Rotations
+    ) -> tuple[Float32[Array, "T H nope"], Float32[Array, "T H rope"]]:
+        """Both parts of projected queries, the second one rotated."""
+        q = q.reshape(q.shape[0], self.shape.num_heads, self.shape.head_dim)
         return q[..., : self.nope_dim], self._turned(q[..., self.nope_dim :], turn)
 
     def latents(

@@ -5,8 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.deepseek import Experts, Latent
+from kvjax.models.deepseek_sparse import Indexer
 from kvjax.models.hf_fields import Fields
 
+_V3: dict[str, Any] = {
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+}
+_INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "first_k_dense_replace": 0,
@@ -16,26 +28,18 @@ DEEPSEEK_DEFAULTS: dict[str, dict[str, Any]] = {
         "scoring_func": "softmax",
         "topk_method": "greedy",
     },
-    "deepseek_v3": {
-        "first_k_dense_replace": 3,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": 8,
-        "topk_group": 4,
-    },
+    "deepseek_v3": _V3,
+    "deepseek_v32": _V3 | _INDEXER,
+    "glm_moe_dsa": _V3 | _INDEXER | {"index_n_heads": 32, "n_group": 1, "topk_group": 1},
 }
 """What is taken for granted where a field is absent, by `model_type`."""
 
 _SCORES = ("softmax", "sigmoid")
 _ROUTINGS = ("greedy", "group_limited_greedy", "noaux_tc")
-_INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
 
 
 def check_deepseek(kind: Any, fields: Mapping[str, Any], source: str) -> None:
-    """Refuses DeepSeek V3.2 by name.
+    """Refuses a lightning indexer in a model whose type has none.
 
     Args:
         kind: `model_type`.
@@ -43,14 +47,13 @@ def check_deepseek(kind: Any, fields: Mapping[str, Any], source: str) -> None:
         source: its path, for error messages.
 
     Raises:
-        ValueError: it is V3.2.
+        ValueError: there is one.
     """
     indexer = [f"{key}={fields[key]!r}" for key in _INDEXER if fields.get(key)]
-    if kind == "deepseek_v32" or (kind in DEEPSEEK_DEFAULTS and indexer):
+    if kind in ("deepseek_v2", "deepseek_v3") and indexer:
         raise ValueError(
-            f"{source}: model_type is {kind!r} with {', '.join(indexer) or 'an indexer'}: DeepSeek "
-            "V3.2's sparse attention, with its lightning indexer, is not built; DeepSeek V2 and V3 "
-            "are read"
+            f"{source}: model_type is {kind!r} with {', '.join(indexer)}: DeepSeek V2 and V3 have "
+            "no lightning indexer; the type of V3.2, which has one, is 'deepseek_v32'"
         )
 
 
@@ -72,6 +75,34 @@ def latent_of(get: Fields) -> tuple[Latent, int]:
         interleaved=get.flag("rope_interleave", True),
     )
     return latent, get.count("qk_nope_head_dim") + latent.rope_dim
+
+
+def indexers_of(get: Fields, depth: int) -> tuple[Indexer | None, ...]:
+    """What chooses the tokens that each of `depth` layers attends to; all None before V3.2.
+
+    GLM-5's layers may share a choice (`indexer_types`, or what it is derived from), and its index
+    queries and keys are rotated in interleaved pairs, DeepSeek's in halves.
+    """
+    kind = get.get("model_type")
+    if not get.get("index_topk"):
+        return (None,) * depth
+    heads, dim, top = (get.count(name) for name in _INDEXER)
+    shared = _sharing(get, depth) if kind == "glm_moe_dsa" else (False,) * depth
+    return tuple(Indexer(heads, dim, top, kind == "glm_moe_dsa", shares) for shares in shared)
+
+
+def _sharing(get: Fields, depth: int) -> tuple[bool, ...]:
+    types = get.get("indexer_types", get.get("index_topk_pattern"))
+    if types is None:
+        every, offset = get.count("index_topk_freq", 1), get.count("index_skip_topk_offset", 2)
+        return tuple(max(i - offset + 1, 0) % max(every, 1) != 0 for i in range(depth))
+    names = {"F": "full", "S": "shared"}
+    types = [names.get(one, one) for one in types]
+    if len(types) != depth or not {*types} <= {"full", "shared"}:
+        raise ValueError(
+            f"indexer_types is {types}; expected full or shared for each of {depth} layers"
+        )
+    return tuple(one == "shared" for one in types)
 
 
 def attention_scale(get: Fields, head_dim: int) -> float:
@@ -104,6 +135,13 @@ def experts_of(get: Fields, depth: int) -> Experts | None:
         raise ValueError(f"moe_layer_freq={every} must be at least 1")
     first = get.count("first_k_dense_replace")
     layers = tuple(index for index in range(depth) if index >= first and index % every == 0)
+    types = get.get("mlp_layer_types")
+    if types is not None:
+        if len(types) != depth or not {*types} <= {"dense", "sparse"}:
+            raise ValueError(
+                f"mlp_layer_types is {types}; expected dense or sparse for each of {depth} layers"
+            )
+        layers = tuple(index for index in range(depth) if types[index] == "sparse")
     if not layers or (get.given("n_routed_experts") and get.get("n_routed_experts") is None):
         return None
     scores, routing = get.get("scoring_func"), get.get("topk_method")

@@ -10,6 +10,7 @@ from kvjax.models.deepseek_files import (
     attention_scale,
     check_deepseek,
     experts_of,
+    indexers_of,
     latent_of,
 )
 from kvjax.models.hf_fields import Fields
@@ -92,8 +93,9 @@ def _model_config(kind: str, get: Fields) -> ModelConfig:
     latent, head_dim = None, get.count("head_dim", size // max(heads, 1))
     if deepseek:
         latent, head_dim = latent_of(get)
-    layers = []
-    for window in _windows(kind, get):
+    layers, windows = [], _windows(kind, get)
+    indexers = indexers_of(get, len(windows))
+    for window, indexer in zip(windows, indexers, strict=True):
         theta, scaling = _rope(kind, get, local=gemma and window is not None)
         layers.append(
             LayerConfig(
@@ -104,6 +106,7 @@ def _model_config(kind: str, get: Fields) -> ModelConfig:
                 rope_theta=theta,
                 rope_scaling=scaling,
                 latent=latent,
+                indexer=indexer,
             )
         )
     scale = get.number("query_pre_attn_scalar") ** -0.5 if gemma else None
@@ -133,9 +136,11 @@ def _model_config(kind: str, get: Fields) -> ModelConfig:
 def _windows(kind: str, get: Fields) -> list[int | None]:
     """Each layer's sliding window in tokens, or None."""
     depth = get.count("num_hidden_layers")
+    if kind in DEEPSEEK_DEFAULTS:
+        return [None] * depth
     window = get.get("sliding_window")
     optional = kind in ("qwen2", "qwen3") and not get.get("use_sliding_window")
-    if optional or kind in ("llama", *DEEPSEEK_DEFAULTS):
+    if optional or kind == "llama":
         window = None
     types = get.get("layer_types")
     if types is None:

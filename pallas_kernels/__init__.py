@@ -11,6 +11,12 @@ from kvjax.pallas_kernels.latent_attention import (
     ragged_latent_attention,
     sparse_latent_attention,
 )
+from kvjax.pallas_kernels.lightning_indexer import (
+    TokenChoice,
+    lightning_scores,
+    ragged_lightning_scores,
+    top_tokens,
+)
 from kvjax.pallas_kernels.low_bit_scores import low_bit_scores
 from kvjax.pallas_kernels.merge_attention import merge_attention
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -41,6 +47,7 @@ __all__ = [
     "LatentForms",
     "PackedPages",
     "Selection",
+    "TokenChoice",
     "TokenPages",
     "ValuePool",
     "absorbed_or_expanded",
@@ -50,16 +57,19 @@ __all__ = [
     "encoded_before",
     "float8_paged_attention",
     "latent_attention",
+    "lightning_scores",
     "low_bit_scores",
     "merge_attention",
     "page_scores",
     "paged_attention",
     "pages_of_tokens",
     "ragged_latent_attention",
+    "ragged_lightning_scores",
     "ragged_paged_attention",
     "select_pages",
     "sparse_latent_attention",
     "sparse_paged_attention",
     "supported",
     "target_platform",
+    "top_tokens",
 ]

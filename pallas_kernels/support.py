@@ -19,6 +19,7 @@ Operation = Literal[
     "low_bit_scores",
     "float8_paged_attention",
     "latent_attention",
+    "lightning_indexer",
 ]
 Implementation = Literal["reference", "xla", "tpu", "gpu"]
 
@@ -72,7 +73,7 @@ def supported(
         v_head_dim: width of a value, or of a latent; None means `head_dim`.
         page_size: tokens a page, where pages are read.
         dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
-            where keys are low-bit or pages are packed.
+            where keys are low-bit or pages are packed; bfloat16 for float8 index keys.
         pools: keys and values, where they may be packed; plain ones are not looked at.
 
     Returns:
@@ -127,7 +128,7 @@ def choose(
         v_head_dim: width of a value; None means `head_dim`.
         page_size: tokens a page, where pages are read.
         dtype: of the pages, of what is merged, of the pages' representatives, or of the queries
-            where keys are low-bit or pages are packed.
+            where keys are low-bit or pages are packed; bfloat16 for float8 index keys.
         pools: keys and values, where they may be packed; plain ones are not looked at.
 
     Returns:

@@ -3,9 +3,11 @@
 from kvjax.cache.allocate import advance, fork, release, reserve
 from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
+from kvjax.cache.index_keys import IndexKeys, kept_index_keys, write_index
 from kvjax.cache.packed import encode_due, encoded_lengths, put_chunk, put_token, recent_slots
 from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, with_layer, write
 from kvjax.cache.state import (
+    IndexPages,
     PagedKVCache,
     Recent,
     Reservation,
@@ -15,6 +17,8 @@ from kvjax.cache.state import (
 )
 
 __all__ = [
+    "IndexKeys",
+    "IndexPages",
     "PagedKVCache",
     "Recent",
     "Reservation",
@@ -29,6 +33,7 @@ __all__ = [
     "from_csr",
     "gather",
     "init",
+    "kept_index_keys",
     "pool_bytes",
     "put_chunk",
     "put_token",
@@ -40,4 +45,5 @@ __all__ = [
     "token_slots",
     "with_layer",
     "write",
+    "write_index",
 ]

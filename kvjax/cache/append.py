@@ -39,9 +39,14 @@ def append(
 
     Raises:
       KvjaxError: not one array a layer, one of another shape than the layer's, `cu_lengths` that
-        are no integers, or a wrong number of sequences.
+        are no integers, a wrong number of sequences, or layers that keep index keys too.
     """
     layers = len(cache.spec.layers)
+    if any(pages is not None for pages in cache.index_pages):
+        raise KvjaxError(
+            "the cache keeps index keys, and append is given none: use reserve, write and "
+            "write_index in each layer, and advance"
+        )
     if len(keys) != layers or len(values) != layers:
         raise KvjaxError(
             f"keys and values hold {len(keys)} and {len(values)} arrays: give one for each of the "

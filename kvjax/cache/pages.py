@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.state import PagedKVCache
+from kvjax.cache.state import IndexPages, PagedKVCache
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, plain
 from kvjax.pallas_kernels.residual import encoded_before
 from kvjax.pallas_kernels.support import target_platform
@@ -55,17 +55,25 @@ def write(
     k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
     assert not isinstance(k_pool, PackedPages)
     assert not isinstance(v_pool, PackedPages)
-    k_pool = _put(k_pool, keys.astype(k_pool.dtype), page, offset)
-    v_pool = _put(v_pool, values.astype(v_pool.dtype), page, offset)
+    k_pool = put_rows(k_pool, keys.astype(k_pool.dtype), page, offset)
+    v_pool = put_rows(v_pool, values.astype(v_pool.dtype), page, offset)
     return with_layer(cache, layer, k_pool, v_pool)
 
 
-def _put(
+def put_rows(
     pool: Float[Array, "N Hkv P D"],
     rows: Float[Array, "T Hkv D"],
     page: Int32[Array, " T"],
     offset: Int32[Array, " T"],
 ) -> Float[Array, "N Hkv P D"]:
+    """Store rows in a pool of their dtype, in place.
+
+    Args:
+      pool: [N, Hkv, P, D].
+      rows: [T, Hkv, D].
+      page: int32 [T], N or more stores nothing.
+      offset: int32 [T], slots within pages.
+    """
     if scatter_copies(pool):
         return _put_blocks(pool, rows[:, :, None], page, offset)
     heads = jnp.arange(rows.shape[1], dtype=jnp.int32)
@@ -189,6 +197,9 @@ def copy_pages(
         if isinstance(pool, PackedPages):
             taken = pool.map_stored(lambda array: array.at[source].get(mode="clip"))
             return put_packed((pool,), (taken,), target)[0]
+        return plain_copied(pool)
+
+    def plain_copied(pool: Array) -> Array:
         pages = pool.at[source].get(mode="clip")
         if scatter_copies(pool):
             return _put_blocks(pool, pages, target, jnp.zeros_like(target))
@@ -197,7 +208,21 @@ def copy_pages(
     def moved(pools: Sequence[KeyPool]) -> tuple[KeyPool, ...]:
         return tuple(copied(pool) for pool in pools)
 
-    return dataclasses.replace(cache, k_pages=moved(cache.k_pages), v_pages=moved(cache.v_pages))
+    def index_moved(pages: IndexPages | None) -> IndexPages | None:
+        if pages is None:
+            return None
+        scales = pages.scales
+        if scales is not None:
+            taken = scales.at[source].get(mode="clip")
+            scales = scales.at[target].set(taken, mode="drop")
+        return IndexPages(plain_copied(pages.keys), scales)
+
+    return dataclasses.replace(
+        cache,
+        k_pages=moved(cache.k_pages),
+        v_pages=moved(cache.v_pages),
+        index_pages=tuple(map(index_moved, cache.index_pages)),
+    )
 
 
 def put_packed(

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from kvjax.errors import KvjaxError, PoolExhaustedError, check_integer
 from kvjax.formats import Format, empty_pages
 from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
-from kvjax.spec import KVSpec
+from kvjax.spec import KVSpec, LayerSpec
 
 COUNTS, STARTS, SEQUENCES = 1, 2, 3
 """What was asked wrongly: tokens to reserve, starts in a chunk, sequences to fork; 0 is nothing."""
@@ -44,6 +44,15 @@ class Recent:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class IndexPages:
+    """One layer's index keys (DSA), in the pages of its latents: what tokens are chosen by."""
+
+    keys: Float[Array, "N 1 P Di"]
+    scales: Float32[Array, "N 1 P"] | None  # what a float8 key is multiplied by; else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PagedKVCache:
     """Keys and values of B sequences in N pages of P slots, one pool a layer.
 
@@ -63,6 +72,7 @@ class PagedKVCache:
     skipped: Int32[Array, " B"]  # tokens before the last that are not here: position = slot + this
     page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
     recent: tuple[Recent | None, ...]  # one layer's sinks and newest; None where pools are plain
+    index_pages: tuple[IndexPages | None, ...]  # one layer's index keys; None where it has none
     spec: KVSpec = dataclasses.field(metadata={"static": True})
     format: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -223,8 +233,23 @@ def init(
         skipped=jnp.zeros((batch,), jnp.int32),
         page_refs=jnp.zeros((num_pages,), jnp.int32),
         recent=tuple(recent),
+        index_pages=tuple(_index_pages(spec, layer, num_pages, page_size) for layer in spec.layers),
         spec=spec,
         format=format,
+    )
+
+
+def _index_pages(
+    spec: KVSpec, layer: LayerSpec, num_pages: int, page_size: int
+) -> IndexPages | None:
+    if not layer.index_dim:
+        return None
+    dtype = jnp.dtype(spec.index_dtype or spec.dtype)
+    return IndexPages(
+        keys=jnp.zeros((num_pages, 1, page_size, layer.index_dim), dtype),
+        scales=None
+        if spec.index_dtype is None
+        else jnp.zeros((num_pages, 1, page_size), jnp.float32),
     )
 
 
@@ -273,7 +298,7 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
                 f"that store their own keys and values, or latents"
             )
         heads, *dims = layer.pool_dims
-        elements = num_pages * page_size * heads * max(dims)
+        elements = num_pages * page_size * heads * max(*dims, layer.index_dim)
         if elements > MAX_INT32:
             most = MAX_INT32 * num_pages // elements
             raise KvjaxError(
@@ -289,10 +314,11 @@ def pool_bytes(cache: PagedKVCache) -> dict[str, int]:
       cache: concrete or abstract (`jax.eval_shape`).
 
     Returns:
-      The bytes of pages, scales and newest tokens.
+      The bytes of pages, scales, newest tokens and index keys.
     """
     totals: dict[str, int] = {}
-    for pool in jax.tree.leaves((cache.k_pages, cache.v_pages, cache.recent)):
+    stored = (cache.k_pages, cache.v_pages, cache.recent, cache.index_pages)
+    for pool in jax.tree.leaves(stored):
         name = jnp.dtype(pool.dtype).name
         totals[name] = totals.get(name, 0) + pool.size * pool.dtype.itemsize
     return totals

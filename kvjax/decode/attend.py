@@ -11,6 +11,7 @@ from kvjax.cache import (
     token_slots,
     write,
 )
+from kvjax.decode.attend_chosen import Chosen, ChunkChoice, DecodeChoice
 from kvjax.decode.attend_latents import (
     PagedAttend,
     attend_latents,
@@ -60,12 +61,17 @@ def decode_attend(
     slots = token_slots(cache, rows, cache.lengths)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache, chosen: Chosen | None
     ) -> tuple[Array, PagedKVCache]:
         k, v = _as_kept(state, k, v)
         packed = state.recent[layer] is not None
-        old = _attend_pages(config, layer, q, state, lengths, active, implementation)
         own = attend_token(config, layer, q, scored_keys(state, layer, k, v), v)
+        if chosen is None:
+            old = _attend_pages(config, layer, q, state, lengths, active, implementation)
+        else:
+            old = chosen.attended(config, layer, q, state, implementation)
+            assert chosen.own is not None
+            own = own._replace(lse=jnp.where(chosen.own[:, None], own.lse, -jnp.inf))
         if packed:
             newest = attend_ring(config, state, layer, q, active)
             return merged(old, newest, own).out, put_token(state, layer, k, v, stores)
@@ -77,7 +83,8 @@ def decode_attend(
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))
 
-    return PagedAttend(attend)
+    choice = DecodeChoice(config, lengths, active, slots, implementation)
+    return PagedAttend(attend, choice)
 
 
 def _attend_pages(
@@ -204,7 +211,7 @@ def chunk_attend(
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache, chosen: Chosen | None
     ) -> tuple[Array, PagedKVCache]:
         packed = state.recent[layer] is not None
         before = state
@@ -213,6 +220,8 @@ def chunk_attend(
             state = put_chunk(state, layer, k, v, cu_lengths, stores)
         else:
             state = write(state, layer, k, v, slots)
+        if chosen is not None:
+            return chosen.attended(config, layer, q, state, implementation).out, state
         if keeps_latents(state, layer):
             ends = kv_lengths, cu_lengths
             return attend_ragged_latents(config, layer, q, state, *ends, implementation).out, state
@@ -237,4 +246,5 @@ def chunk_attend(
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
-    return PagedAttend(attend)
+    choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, slots, implementation)
+    return PagedAttend(attend, choice)

@@ -1,13 +1,20 @@
 """Attention to pages of latents: one KV head, whose keys are position keys and values latents."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedKVCache
-from kvjax.models import Attend, ModelConfig
-from kvjax.pallas_kernels import PackedPages, latent_attention, ragged_latent_attention
+from kvjax.models import Indexed, ModelConfig
+from kvjax.pallas_kernels import (
+    PackedPages,
+    latent_attention,
+    ragged_latent_attention,
+    sparse_latent_attention,
+)
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
 
@@ -17,17 +24,24 @@ class PagedAttend:
     """An `attend` over a paged cache, for layers that keep keys and values or latents.
 
     Attributes:
-      attend: takes what pages hold. Of latents that is keys [T, 1, Dr], values [T, 1, Dc], and
-        queries [T, H, Dc + Dr]: absorbed, and the rotated part.
+      attend: takes what pages hold, and which tokens of them were chosen (None: all). Of latents
+        that is keys [T, 1, Dr], values [T, 1, Dc], and queries [T, H, Dc + Dr]: absorbed, and the
+        rotated part.
+      choice: keeps index keys, and chooses by them.
     """
 
-    attend: Attend[PagedKVCache]
+    attend: Callable[[int, Array, Array, Array, PagedKVCache, Any], tuple[Array, PagedKVCache]]
+    choice: Callable[[int, Indexed, PagedKVCache], tuple[Any, PagedKVCache]]
 
     def __call__(
         self, layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
     ) -> tuple[Array, PagedKVCache]:
         """As `kvjax.models.Attend` says."""
-        return self.attend(layer, q, k, v, state)
+        return self.attend(layer, q, k, v, state, None)
+
+    def choose(self, layer: int, indexed: Indexed, state: PagedKVCache) -> tuple[Any, PagedKVCache]:
+        """As `kvjax.models.ChoosingAttend` says."""
+        return self.choice(layer, indexed, state)
 
     def latents(
         self,
@@ -39,8 +53,21 @@ class PagedAttend:
         state: PagedKVCache,
     ) -> tuple[Float[Array, "T H Dc"], PagedKVCache]:
         """As `kvjax.models.LatentAttend` says."""
+        return self.chosen_latents(layer, q, q_rope, latent, rotated, None, state)
+
+    def chosen_latents(
+        self,
+        layer: int,
+        q: Float[Array, "T H Dc"],
+        q_rope: Float[Array, "T H Dr"],
+        latent: Float[Array, "T Dc"],
+        rotated: Float[Array, "T Dr"],
+        choice: Any,
+        state: PagedKVCache,
+    ) -> tuple[Float[Array, "T H Dc"], PagedKVCache]:
+        """As `kvjax.models.ChoosingAttend` says."""
         both = jnp.concatenate([q, q_rope], axis=-1)
-        return self.attend(layer, both, rotated[:, None], latent[:, None], state)
+        return self.attend(layer, both, rotated[:, None], latent[:, None], state, choice)
 
 
 def keeps_latents(cache: PagedKVCache, layer: int) -> bool:
@@ -114,6 +141,32 @@ def attend_ragged_latents(
         cache.block_tables,
         kv_lengths,
         cu_lengths,
+        scale=config.scale(layer),
+        implementation=implementation,
+    )
+
+
+def attend_listed_latents(
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "T H D"],
+    cache: PagedKVCache,
+    lists: tuple[Int32[Array, "T K"], Bool[Array, "T K P"]],
+    implementation: Implementation | None,
+) -> AttentionOutput:
+    """Attend each query to the tokens of pages that it lists.
+
+    Args:
+      config: the model's.
+      layer: one that keeps latents.
+      q: [T, H, Dc + Dr].
+      cache: whose pages to read.
+      lists: page ids, and which tokens of each page count.
+      implementation: of `sparse_latent_attention`, or None.
+    """
+    return sparse_latent_attention(
+        *_operands(cache, layer, q),
+        *lists,
         scale=config.scale(layer),
         implementation=implementation,
     )

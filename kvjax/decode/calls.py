@@ -30,9 +30,20 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
         and so hold the keys and values that are made of latents.
 
     Raises:
-      KvjaxError: the format was calibrated for another model, or `place` is given and keys and
-        values differ in size.
+      KvjaxError: the format was calibrated for another model, `place` is given and keys and values
+        differ in size, or what an indexer chooses by is asked of a model that has none, or of
+        pages that are selected.
     """
+    chooses = any(layer.indexer is not None for layer in model.config.layers)
+    if chooses and (over_tiers or cache.select is not None):
+        raise KvjaxError(
+            f"select is given and {model.name} chooses tokens by an indexer of its own: leave out "
+            f"select"
+        )
+    if cache.index_dtype is not None and not chooses:
+        raise KvjaxError(
+            f"index_dtype is {cache.index_dtype!r} and {model.name} has no indexer: leave it out"
+        )
     for layer in model.config.layers if cache.place is not None else ():
         if layer.head_dim != layer.value_dim:
             raise KvjaxError(
@@ -47,7 +58,12 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
             f"format was calibrated for model {made_for[:12]}, and {model.name} is "
             f"{fingerprint(model)[:12]}: calibrate this model, with `kvjax calibrate formats`"
         )
-    return kv_spec(model.config, cache.dtype or model.dtype, expanded=over_tiers)
+    return kv_spec(
+        model.config,
+        cache.dtype or model.dtype,
+        expanded=over_tiers,
+        index_dtype=cache.index_dtype,
+    )
 
 
 def kept_as(model: Model, cache: CacheConfig) -> str:

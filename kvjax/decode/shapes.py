@@ -16,7 +16,7 @@ from kvjax.formats import Format, abstract_pages
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels import PackedPages
 from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
-from kvjax.spec import KVSpec, pages_for
+from kvjax.spec import KVSpec, LayerSpec, pages_for
 
 SMALLEST_CHUNK = 16
 """Tokens of the smallest prefill chunk."""
@@ -185,24 +185,32 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
     if cache.attention is None:
         return
     for operation in OPERATIONS:
-        for index, layer in enumerate(spec.layers):
-            if (operation == "latent_attention") != (layer.kind == "mla"):
+        for number, layer in enumerate(spec.layers):
+            if not _runs(operation, layer):
                 continue
             _, key_dim, value_dim = layer.pool_dims
+            index = operation == "lightning_indexer"
             reason = supported(
                 operation,
                 cache.attention,
-                head_dim=key_dim,
-                v_head_dim=value_dim,
+                head_dim=layer.index_dim if index else key_dim,
+                v_head_dim=None if index else value_dim,
                 page_size=cache.page_size,
-                dtype=spec.dtype,
-                pools=_packed_pools(spec, cache, index) if "paged" in operation else (),
+                dtype="bfloat16" if index and spec.index_dtype else spec.dtype,
+                pools=_packed_pools(spec, cache, number) if "paged" in operation else (),
             )
             if reason is not None:
                 raise KvjaxError(
                     f"attention={cache.attention!r} cannot run: {reason}; pass attention=None to "
                     f"let kvjax choose"
                 )
+
+
+def _runs(operation: str, layer: LayerSpec) -> bool:
+    """Whether a layer's attention is made of an operation, as far as named ones are checked."""
+    if operation == "lightning_indexer":
+        return layer.index_dim > 0
+    return (operation == "latent_attention") == (layer.kind == "mla")
 
 
 def _packed_pools(spec: KVSpec, cache: CacheConfig, layer: int) -> tuple[PackedPages, ...]:

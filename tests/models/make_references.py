@@ -91,6 +91,19 @@ CONFIGS = {
         **DEEPSEEK, q_lora_rank=24, n_group=4, topk_group=2, rope_parameters={**YARN, **MSCALES}
     ),
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
+CONFIGS["deepseek_v32"] = hf.DeepseekV32Config(
+    **{**DEEPSEEK, **INDEXER},
+    q_lora_rank=24,
+    n_group=4,
+    topk_group=2,
+    rope_parameters={**YARN, **MSCALES},
+)
+CONFIGS["glm_moe_dsa"] = hf.GlmMoeDsaConfig(
+    **{**DEEPSEEK, **INDEXER, "num_hidden_layers": 4},
+    q_lora_rank=24,
+    indexer_types=["full", "shared", "full", "shared"],
+)
 SHARDED = ("qwen3",)
 
 

@@ -70,6 +70,7 @@ def test_contiguous_cache_in_chunks_equals_no_cache(family):
     checkpoint, logits, tokens, expected = family
     config = checkpoint.config
     graphdef, params = build(checkpoint)
+    chooses = config.layers[0].indexer is not None
 
     @jax.jit
     def step(params, tokens, segments, positions, cache):
@@ -87,6 +88,10 @@ def test_contiguous_cache_in_chunks_equals_no_cache(family):
         stream = np.concatenate([tokens[first], backwards[second], [7, 7]]).astype(np.int32)
         segments = np.repeat([0, 1, 2, -1], [8, 4, 1, 1]).astype(np.int32)
         positions = np.concatenate([first, second, [0, 0]]).astype(np.int32)
+        if chooses:  # that cache keeps no index keys, so it must not be taken for one that does
+            with pytest.raises(ValueError, match="layer 0 attends to tokens that an indexer"):
+                step(params, stream, segments, positions, cache)
+            return
         out, cache = step(params, stream, segments, positions, cache)
         np.testing.assert_allclose(out[:8], expected[first], atol=1e-4, rtol=0)
         np.testing.assert_allclose(out[8:12], other[second], atol=5e-5, rtol=0)

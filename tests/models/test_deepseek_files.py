@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from kvjax.models import (
     Experts,
+    Indexer,
     Latent,
     LayerConfig,
     ModelConfig,
@@ -25,7 +26,7 @@ from kvjax.models.hf_config import model_config
 from kvjax.models.rope import rotations
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+KINDS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 V3 = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -93,6 +94,18 @@ def test_the_released_configuration_of_v3():
     )
 
 
+def test_the_released_configurations_with_an_indexer():
+    fields = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    config = model_config({**V3, "model_type": "deepseek_v32", **fields}, "x")
+    assert {layer.indexer for layer in config.layers} == {Indexer(64, 128, 2048)}
+    assert config.layers[0].indexer.scale == pytest.approx(64**-0.5 * 128**-0.5)
+    assert config.layers[0].latent == model_config(V3, "x").layers[0].latent
+    glm = {**V3, "model_type": "glm_moe_dsa", "index_topk_freq": 4}  # arXiv:2603.12201
+    shares = [layer.indexer.shares for layer in model_config(glm, "x").layers]
+    assert shares[:10] == [False, False, True, True, True, False, True, True, True, False]
+    assert model_config(glm, "x").layers[0].indexer.interleaved
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_configuration_survives_json(kind):
     config = read_safetensors(DATA / kind).config
@@ -122,11 +135,19 @@ def test_yarn_without_mscale_sharpens_cosines():
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
+        ({"index_topk": 2048}, "'deepseek_v3' with index_topk=2048: .* have no lightning indexer"),
+        ({"model_type": "deepseek_v32", "q_lora_rank": None}, "indexer: query_rank=None must be a"),
+        ({"model_type": "deepseek_v32", "index_topk": -1}, "indexer: top_k=-1 must be at least 1"),
         (
-            {"model_type": "deepseek_v32", "index_n_heads": 64},
-            "'deepseek_v32' with index_n_heads=64",
+            {"model_type": "deepseek_v32", "index_head_dim": 32},
+            "indexer: head_dim=32 must be at least rope_dim=64",
         ),
-        ({"index_topk": 2048}, "'deepseek_v3' with index_topk=2048: .* lightning indexer, is not"),
+        (
+            {"model_type": "glm_moe_dsa", "index_topk_pattern": "S" + "F" * 60},
+            "layer 0 shares a choice of tokens, and no layer before it has one",
+        ),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "for each of 61 layers"),
+        ({"model_type": "deepseek_v32", "mlp_layer_types": ["dense"]}, "mlp_layer_types is"),
         ({"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4'; kvjax reads .*deepseek_v3"),
         ({"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
         ({"kv_lora_rank": 0}, "latent: rank=0 must be at least 1"),

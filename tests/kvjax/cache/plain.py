@@ -30,6 +30,7 @@ def poisoned(cache):
         cache,
         k_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.k_pages),
         v_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.v_pages),
+        index_pages=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.index_pages),
     )
 
 

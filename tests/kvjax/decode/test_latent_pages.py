@@ -60,13 +60,13 @@ def step(graphdef, params, state, rules):
     return state, decoder.logits(state.hidden)
 
 
-def paged_logits(of, prompts, more):
+def paged_logits(of, prompts, more, spec=None):
     """float32 [T, V] of each row: two prompts and a fork of the second, continued by other tokens.
 
     Prompts come in chunks that cut them anywhere. Every second page is taken, and all hold NaN.
     """
     blocked, chunk = np.random.default_rng(0).permutation(40)[:20], 16
-    cache = scattered(40, 4, 20, 8, blocked=blocked, spec=of.spec)
+    cache = scattered(40, 4, 20, 8, blocked=blocked, spec=spec or of.spec)
     limits = jnp.asarray([1000, 1000, 1000, 0], jnp.int32)
     state = start(cache, of.config.hidden_size, limits)
     flat = np.concatenate(prompts)
@@ -100,7 +100,9 @@ def paged_logits(of, prompts, more):
     return [np.concatenate([prefilled[source], drawn]) for source, drawn in rows]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]
+)
 def test_logits_of_chunks_and_steps_equal_the_reference(name):
     """transformers' logits of one text, of which both prompts are beginnings."""
     with np.load(DATA / name / "expected.npz") as expected:

@@ -1,0 +1,188 @@
+"""Attention to the tokens that an indexer chooses (DSA), in pages of latents.
+
+A layer with an indexer keeps an index key beside a token's latent, in the same pages. Every query
+scores the tokens of its sequence by these, and attends to the best, all heads to the same. While a
+sequence's pages have room for no more tokens than a query may choose, nothing is scored.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache import IndexPages, PagedKVCache, kept_index_keys, write_index
+from kvjax.decode.attend_latents import attend_listed_latents
+from kvjax.models import Indexed, Indexer, ModelConfig
+from kvjax.pallas_kernels import (
+    TokenPages,
+    lightning_scores,
+    pages_of_tokens,
+    ragged_lightning_scores,
+    top_tokens,
+)
+from kvjax.pallas_kernels.lightning_indexer.rectify import rectified
+from kvjax.pallas_kernels.output import AttentionOutput
+from kvjax.pallas_kernels.support import Implementation
+
+Slots = tuple[Int32[Array, " T"], Int32[Array, " T"]]
+
+
+class Chosen(NamedTuple):
+    """What each query attends to.
+
+    Attributes:
+      listed: the pages that hold chosen tokens, and which of their tokens these are.
+      own: bool [B], in decode, whether the new token is among them: it is not in its page yet.
+      sound: bool [T], whether all scores are numbers; a query of which one is not gets NaN.
+    """
+
+    listed: TokenPages
+    own: Bool[Array, " B"] | None
+    sound: Bool[Array, " T"]
+
+    def attended(
+        self,
+        config: ModelConfig,
+        layer: int,
+        q: Float[Array, "T H D"],
+        cache: PagedKVCache,
+        implementation: Implementation | None,
+    ) -> AttentionOutput:
+        """Attention to what is listed.
+
+        Args:
+          config: the model's.
+          layer: whose latents.
+          q: [T, H, Dc + Dr].
+          cache: whose pages to read.
+          implementation: of `sparse_latent_attention`, or None.
+        """
+        lists = self.listed.page_ids, self.listed.page_tokens
+        result = attend_listed_latents(config, layer, q, cache, lists, implementation)
+        lse = jnp.where(self.sound[:, None], result.lse, jnp.nan)
+        out = jnp.where(self.sound[:, None, None], result.out, jnp.nan)
+        return result._replace(out=out, lse=lse)
+
+
+def chooses(config: ModelConfig, cache: PagedKVCache, layer: int) -> bool:
+    """Whether a layer's queries may leave tokens out, of as many as a sequence can have."""
+    indexer = config.layers[layer].indexer
+    return indexer is not None and cache.max_pages * cache.page_size > indexer.top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeChoice:
+    """The choice of one new token a sequence, among those in pages and itself.
+
+    Attributes:
+      config: the model's.
+      lengths: int32 [B], tokens in pages, 0 in rows that are not active.
+      active: bool [B].
+      slots: where the new tokens go.
+      implementation: of `lightning_scores`, or None.
+    """
+
+    config: ModelConfig
+    lengths: Int32[Array, " B"]
+    active: Bool[Array, " B"]
+    slots: Slots
+    implementation: Implementation | None
+
+    def __call__(
+        self, layer: int, indexed: Indexed, cache: PagedKVCache
+    ) -> tuple[Chosen | None, PagedKVCache]:
+        """Choose, then store the index keys; None where all tokens are attended to."""
+        new = kept_index_keys(cache, layer, indexed.key)
+        page, offset = self.slots
+        if not chooses(self.config, cache, layer):
+            return None, write_index(cache, layer, new, self.slots)
+        indexer, keys, scales = _operands(self.config, cache, layer)
+        scores = lightning_scores(
+            indexed.q,
+            indexed.weights,
+            keys,
+            cache.block_tables,
+            self.lengths,
+            scale=indexer.scale,
+            key_scales=scales,
+            implementation=self.implementation,
+        )
+        products = jnp.sum(indexed.q * new.values[:, None], axis=2)
+        own = indexer.scale * jnp.sum(indexed.weights * rectified(products), axis=1)
+        slot = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+        scores = jnp.where(slot == self.lengths[:, None], own[:, None], scores)
+        seen = jnp.where(self.active, self.lengths + 1, 0)
+        tokens = top_tokens(scores, seen, k=indexer.top_k).token_ids
+        is_own = tokens == self.lengths[:, None]
+        listed = _pages_of(jnp.where(is_own, slot.size, tokens), cache.block_tables, cache)
+        sound = ~jnp.isnan(scores).any(axis=1)
+        # As with keys and values: the write must be seen to need what was read.
+        at = jnp.where(sound, page, cache.num_pages), offset
+        own_chosen = is_own.any(axis=1) & self.active
+        return Chosen(listed, own_chosen, sound), write_index(cache, layer, new, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkChoice:
+    """The choice of a ragged chunk's tokens, each among those before it and itself.
+
+    Attributes:
+      config: the model's.
+      sequences: int32 [T], each token's sequence; B for padding.
+      indices: int32 [T], where among its sequence's stored tokens each goes.
+      kv_lengths: int32 [B], tokens of each sequence, the chunk's included.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
+      slots: where the new tokens go.
+      implementation: of `ragged_lightning_scores`, or None.
+    """
+
+    config: ModelConfig
+    sequences: Int32[Array, " T"]
+    indices: Int32[Array, " T"]
+    kv_lengths: Int32[Array, " B"]
+    cu_lengths: Int32[Array, " B1"]
+    slots: Slots
+    implementation: Implementation | None
+
+    def __call__(
+        self, layer: int, indexed: Indexed, cache: PagedKVCache
+    ) -> tuple[Chosen | None, PagedKVCache]:
+        """Store the index keys, then choose; None where all tokens are attended to."""
+        new = kept_index_keys(cache, layer, indexed.key)
+        cache = write_index(cache, layer, new, self.slots)
+        if not chooses(self.config, cache, layer):
+            return None, cache
+        indexer, keys, scales = _operands(self.config, cache, layer)
+        scores = ragged_lightning_scores(
+            indexed.q,
+            indexed.weights,
+            keys,
+            cache.block_tables,
+            self.kv_lengths,
+            self.cu_lengths,
+            scale=indexer.scale,
+            key_scales=scales,
+            implementation=self.implementation,
+        )
+        seen = jnp.where(self.sequences < cache.batch, self.indices + 1, 0)
+        tokens = top_tokens(scores, seen, k=indexer.top_k).token_ids
+        tables = cache.block_tables.at[self.sequences].get(mode="clip")
+        sound = ~jnp.isnan(scores).any(axis=1)
+        return Chosen(_pages_of(tokens, tables, cache), None, sound), cache
+
+
+def _operands(
+    config: ModelConfig, cache: PagedKVCache, layer: int
+) -> tuple[Indexer, Array, Array | None]:
+    """A layer's indexer, and its index keys and their scales as the kernels take them."""
+    indexer, pages = config.layers[layer].indexer, cache.index_pages[layer]
+    assert indexer is not None
+    assert isinstance(pages, IndexPages)
+    return indexer, pages.keys[:, 0], None if pages.scales is None else pages.scales[:, 0]
+
+
+def _pages_of(
+    tokens: Int32[Array, "T K"], tables: Int32[Array, "T M"], cache: PagedKVCache
+) -> TokenPages:
+    return pages_of_tokens(tokens, tables, num_pages=cache.num_pages, page_size=cache.page_size)
