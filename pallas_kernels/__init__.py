@@ -10,6 +10,7 @@ from kvjax.pallas_kernels.latent_attention import (
     pages_of_tokens,
     ragged_latent_attention,
     sparse_latent_attention,
+    token_latent_attention,
 )
 from kvjax.pallas_kernels.lightning_indexer import (
     TokenChoice,
@@ -71,5 +72,6 @@ __all__ = [
     "sparse_paged_attention",
     "supported",
     "target_platform",
+    "token_latent_attention",
     "top_tokens",
 ]

@@ -123,6 +123,49 @@ def check_latent_lists(
     return scale
 
 
+def check_latent_tokens(
+    q_latent: Float[Array, "B H Dc"],
+    q_rope: Float[Array, "B H Dr"],
+    latents: Any,
+    ropes: Any,
+    token_ids: Int32[Array, "B T"],
+    block_tables: Int32[Array, "B M"],
+    *,
+    scale: float,
+) -> float:
+    """Check the arguments of one call of `token_latent_attention`.
+
+    Args:
+        q_latent: [B, H, Dc], float32, bfloat16 or float16.
+        q_rope: [B, H, Dr], the same dtype.
+        latents: [N, P, Dc], or packed, [N, 1, P, Dc].
+        ropes: [N, P, Dr], or packed, [N, 1, P, Dr].
+        token_ids: int32 [B, T].
+        block_tables: int32 [B, M].
+        scale: factor of the scores.
+
+    Returns:
+        The scale to use.
+
+    Raises:
+        ValueError: any rule is broken; the message names the argument.
+    """
+    scale = _check_operands(q_latent, q_rope, latents, ropes, scale, page_stats=False)
+    for name, lists, axes in (
+        ("token_ids", token_ids, "[B, T]"),
+        ("block_tables", block_tables, "[B, M]"),
+    ):
+        check_int32(name, lists, axes)
+        if 0 in lists.shape:
+            raise ValueError(f"{name} has shape {lists.shape}; every axis needs at least one entry")
+        if lists.shape[0] != q_latent.shape[0]:
+            raise ValueError(
+                f"{name} has {lists.shape[0]} rows and q_latent {q_latent.shape[0]}; every query "
+                "has a list and a table of its own"
+            )
+    return scale
+
+
 def _check_operands(
     q_latent: Any, q_rope: Any, latents: Any, ropes: Any, scale: float, page_stats: bool
 ) -> float:

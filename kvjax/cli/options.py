@@ -66,6 +66,14 @@ def cache_options(
             show_default="the model's",
         ),
     ] = None,
+    index_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the keys that an indexer chooses tokens by (DeepSeek V3.2, GLM-5): fp8.",
+            rich_help_panel=_CACHE,
+            show_default="the cache's",
+        ),
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(
@@ -99,6 +107,7 @@ def cache_options(
         page_size=page_size,
         num_pages=num_pages,
         dtype=cache_dtype,
+        index_dtype=index_dtype,
         format=_format(format, format_calibration),
         attention=attention,  # type: ignore[arg-type]  # any text comes in, CacheConfig refuses
     )

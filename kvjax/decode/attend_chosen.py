@@ -9,21 +9,23 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import IndexPages, PagedKVCache, kept_index_keys, write_index
-from kvjax.decode.attend_latents import attend_listed_latents
+from kvjax.decode.attend_latents import attend_chosen_latents
 from kvjax.models import Indexed, Indexer, ModelConfig
 from kvjax.pallas_kernels import (
-    TokenPages,
     lightning_scores,
-    pages_of_tokens,
     ragged_lightning_scores,
     top_tokens,
 )
 from kvjax.pallas_kernels.lightning_indexer.rectify import rectified
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
+
+SCORED_ROWS = (64, 32, 16)
+"""Queries of a chunk whose scores are held at once: each has 4 bytes for every token there is."""
 
 Slots = tuple[Int32[Array, " T"], Int32[Array, " T"]]
 
@@ -32,12 +34,14 @@ class Chosen(NamedTuple):
     """What each query attends to.
 
     Attributes:
-      listed: the pages that hold chosen tokens, and which of their tokens these are.
+      token_ids: int32 [T, K], slots of its sequence; what is out of range is none.
+      tables: int32 [T, M], the sequence's pages.
       own: bool [B], in decode, whether the new token is among them: it is not in its page yet.
       sound: bool [T], whether all scores are numbers; a query of which one is not gets NaN.
     """
 
-    listed: TokenPages
+    token_ids: Int32[Array, "T K"]
+    tables: Int32[Array, "T M"]
     own: Bool[Array, " B"] | None
     sound: Bool[Array, " T"]
 
@@ -49,17 +53,17 @@ class Chosen(NamedTuple):
         cache: PagedKVCache,
         implementation: Implementation | None,
     ) -> AttentionOutput:
-        """Attention to what is listed.
+        """Attention to what is chosen of what is in pages.
 
         Args:
           config: the model's.
           layer: whose latents.
           q: [T, H, Dc + Dr].
           cache: whose pages to read.
-          implementation: of `sparse_latent_attention`, or None.
+          implementation: of `token_latent_attention`, or None.
         """
-        lists = self.listed.page_ids, self.listed.page_tokens
-        result = attend_listed_latents(config, layer, q, cache, lists, implementation)
+        chosen = self.token_ids, self.tables
+        result = attend_chosen_latents(config, layer, q, cache, chosen, implementation)
         lse = jnp.where(self.sound[:, None], result.lse, jnp.nan)
         out = jnp.where(self.sound[:, None, None], result.out, jnp.nan)
         return result._replace(out=out, lse=lse)
@@ -115,12 +119,13 @@ class DecodeChoice:
         seen = jnp.where(self.active, self.lengths + 1, 0)
         tokens = top_tokens(scores, seen, k=indexer.top_k).token_ids
         is_own = tokens == self.lengths[:, None]
-        listed = _pages_of(jnp.where(is_own, slot.size, tokens), cache.block_tables, cache)
+        tokens = jnp.where(is_own, slot.size, tokens)
         sound = ~jnp.isnan(scores).any(axis=1)
         # As with keys and values: the write must be seen to need what was read.
         at = jnp.where(sound, page, cache.num_pages), offset
         own_chosen = is_own.any(axis=1) & self.active
-        return Chosen(listed, own_chosen, sound), write_index(cache, layer, new, at)
+        chosen = Chosen(tokens, cache.block_tables, own_chosen, sound)
+        return chosen, write_index(cache, layer, new, at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,22 +159,32 @@ class ChunkChoice:
         if not chooses(self.config, cache, layer):
             return None, cache
         indexer, keys, scales = _operands(self.config, cache, layer)
-        scores = ragged_lightning_scores(
-            indexed.q,
-            indexed.weights,
-            keys,
-            cache.block_tables,
-            self.kv_lengths,
-            self.cu_lengths,
-            scale=indexer.scale,
-            key_scales=scales,
-            implementation=self.implementation,
-        )
+        count = indexed.q.shape[0]
+        rows = next((n for n in SCORED_ROWS if count % n == 0), count)
+
+        def of_rows(part: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+            begin, q, weights, seen = part
+            later = jnp.maximum(self.cu_lengths[1:] - begin - rows, 0)
+            scores = ragged_lightning_scores(
+                q,
+                weights,
+                keys,
+                cache.block_tables,
+                self.kv_lengths - later,
+                jnp.clip(self.cu_lengths - begin, 0, rows),
+                scale=indexer.scale,
+                key_scales=scales,
+                implementation=self.implementation,
+            )
+            tokens = top_tokens(scores, seen, k=indexer.top_k).token_ids
+            return tokens, ~jnp.isnan(scores).any(axis=1)
+
         seen = jnp.where(self.sequences < cache.batch, self.indices + 1, 0)
-        tokens = top_tokens(scores, seen, k=indexer.top_k).token_ids
+        parts = [x.reshape(-1, rows, *x.shape[1:]) for x in (indexed.q, indexed.weights, seen)]
+        begins = jnp.arange(0, count, rows, dtype=jnp.int32)
+        tokens, sound = lax.map(of_rows, (begins, *parts))
         tables = cache.block_tables.at[self.sequences].get(mode="clip")
-        sound = ~jnp.isnan(scores).any(axis=1)
-        return Chosen(_pages_of(tokens, tables, cache), None, sound), cache
+        return Chosen(tokens.reshape(count, -1), tables, None, sound.reshape(count)), cache
 
 
 def _operands(
@@ -180,9 +195,3 @@ def _operands(
     assert indexer is not None
     assert isinstance(pages, IndexPages)
     return indexer, pages.keys[:, 0], None if pages.scales is None else pages.scales[:, 0]
-
-
-def _pages_of(
-    tokens: Int32[Array, "T K"], tables: Int32[Array, "T M"], cache: PagedKVCache
-) -> TokenPages:
-    return pages_of_tokens(tokens, tables, num_pages=cache.num_pages, page_size=cache.page_size)

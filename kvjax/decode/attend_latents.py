@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from kvjax.cache import PagedKVCache
 from kvjax.models import Indexed, ModelConfig
@@ -13,7 +13,7 @@ from kvjax.pallas_kernels import (
     PackedPages,
     latent_attention,
     ragged_latent_attention,
-    sparse_latent_attention,
+    token_latent_attention,
 )
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
@@ -146,27 +146,27 @@ def attend_ragged_latents(
     )
 
 
-def attend_listed_latents(
+def attend_chosen_latents(
     config: ModelConfig,
     layer: int,
     q: Float[Array, "T H D"],
     cache: PagedKVCache,
-    lists: tuple[Int32[Array, "T K"], Bool[Array, "T K P"]],
+    chosen: tuple[Int32[Array, "T K"], Int32[Array, "T M"]],
     implementation: Implementation | None,
 ) -> AttentionOutput:
-    """Attend each query to the tokens of pages that it lists.
+    """Attend each query to the tokens that it names.
 
     Args:
       config: the model's.
       layer: one that keeps latents.
       q: [T, H, Dc + Dr].
       cache: whose pages to read.
-      lists: page ids, and which tokens of each page count.
-      implementation: of `sparse_latent_attention`, or None.
+      chosen: slots of each query's sequence, and the sequence's block table.
+      implementation: of `token_latent_attention`, or None.
     """
-    return sparse_latent_attention(
+    return token_latent_attention(
         *_operands(cache, layer, q),
-        *lists,
+        *chosen,
         scale=config.scale(layer),
         implementation=implementation,
     )

@@ -12,6 +12,7 @@ from kvjax.pallas_kernels.latent_attention.cost import (
     absorbed_or_expanded,
 )
 from kvjax.pallas_kernels.latent_attention.token_pages import TokenPages, pages_of_tokens
+from kvjax.pallas_kernels.latent_attention.tokens import token_latent_attention
 
 __all__ = [
     "Cost",
@@ -23,4 +24,5 @@ __all__ = [
     "pages_of_tokens",
     "ragged_latent_attention",
     "sparse_latent_attention",
+    "token_latent_attention",
 ]

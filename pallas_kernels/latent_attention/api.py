@@ -230,16 +230,7 @@ def _attend(
     """Choose an implementation of the function called `name`, and call it."""
     q_latent, q_rope, *pools = operands
     latents, ropes = (_of_one_head(pool) for pool in pools)
-    plain = next((pool for pool in pools if not isinstance(pool, PackedPages)), q_latent)
-    chosen = choose(
-        "latent_attention",
-        implementation,
-        head_dim=ropes.shape[3],
-        v_head_dim=latents.shape[3],
-        page_size=latents.shape[2],
-        dtype=plain.dtype,
-        pools=(latents, ropes),
-    )
+    chosen = implementation_for(operands, implementation)
     # By name and only now: importing Pallas takes longer than importing JAX.
     backend = import_module(f"kvjax.pallas_kernels.latent_attention.{chosen}")
     result: AttentionOutput = getattr(backend, f"{name}_{chosen}")(
@@ -252,6 +243,32 @@ def _attend(
         page_stats=page_stats,
     )
     return result
+
+
+def implementation_for(
+    operands: tuple[Array, Array, LatentPool, RopePool], implementation: Implementation | None
+) -> Implementation:
+    """The implementation that a call with these queries and pools runs.
+
+    Args:
+        operands: `q_latent`, `q_rope`, `latents` and `ropes`.
+        implementation: the caller's choice, or None.
+
+    Raises:
+        ValueError: the named implementation cannot run; the message says why.
+    """
+    q_latent, _, latents, ropes = operands
+    pools = (latents, ropes)
+    plain = next((pool for pool in pools if not isinstance(pool, PackedPages)), q_latent)
+    return choose(
+        "latent_attention",
+        implementation,
+        head_dim=ropes.shape[-1],
+        v_head_dim=latents.shape[-1],
+        page_size=latents.shape[-2],
+        dtype=plain.dtype,
+        pools=pools,
+    )
 
 
 def _of_one_head(pool: Any) -> Any:

@@ -1,6 +1,7 @@
 """Attention over latents: the shared body, races, choices of tokens, and what is refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kvjax.pallas_kernels import (
     pages_of_tokens,
     ragged_latent_attention,
     sparse_latent_attention,
+    token_latent_attention,
 )
 from kvjax.pallas_kernels.mosaic import tiles
 from tests.pallas_kernels.float8_batches import packed
@@ -26,6 +28,7 @@ from tests.pallas_kernels.latent_conformance import (
     build,
     check,
     compiled,
+    expected,
     quick,
     run,
 )
@@ -100,6 +103,44 @@ def test_all_tokens_chosen_is_attention():
     plain = dataclasses.replace(case, page_stats=False)
     assert_close(plain, result, wanted, w_uv, slice(None))
     np.testing.assert_array_equal(listed.tokens, lengths)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(page_size=24), Case(page_size=12), Case(packed=True)]
+)
+def test_named_tokens_are_attended_to(implementation, case):
+    """In parts of a page, single tokens or whole pages: what is read with them does not count."""
+    arrays, projections, sees = build(case)
+    rng = np.random.default_rng(1)
+    tables, lengths = arrays.pop("block_tables"), np.asarray(arrays.pop("lengths"))
+    slots = tables.shape[1] * case.page_size
+    names = rng.choice([slots, slots + 9, -1, 2**31 - 1], (len(lengths), 40))
+    chosen = []
+    for row, length in enumerate(lengths):
+        tokens = rng.permutation(length)[:30]
+        names[row, rng.permutation(40)[: len(tokens)]] = tokens
+        chosen.append((sees[row][0], np.sort(tokens)))
+    wanted = expected(case, arrays, projections, chosen)
+    function = functools.partial(
+        token_latent_attention, scale=case.scale, implementation=implementation
+    )
+    result = quick(function)(**arrays, token_ids=jnp.asarray(names, jnp.int32), block_tables=tables)
+    assert_close(case, result, wanted, projections[2], slice(None))
+
+
+def test_lists_and_tables_of_tokens_are_refused_by_name():
+    arrays, _, _ = build(Case())
+    del arrays["lengths"]
+    given = arrays | {"token_ids": jnp.zeros((7, 3), jnp.int32), "scale": 0.2}
+    for changed, message in (
+        ({"token_ids": jnp.zeros((6, 3), jnp.int32)}, "token_ids has 6 rows and q_latent 7"),
+        ({"token_ids": jnp.zeros((7, 0), jnp.int32)}, "token_ids has shape .* at least one entry"),
+        ({"block_tables": jnp.zeros((1, 3), jnp.int32)}, "block_tables has 1 rows and q_latent 7"),
+        ({"implementation": "gpu"}, "of latent_attention cannot run: it needs an NVIDIA GPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            token_latent_attention(**given | changed)
 
 
 def test_parts_merge_to_the_whole():

@@ -12,6 +12,7 @@ from kvjax.pallas_kernels import (
     latent_attention,
     ragged_latent_attention,
     sparse_latent_attention,
+    token_latent_attention,
 )
 from kvjax.pallas_kernels.latent_attention.tpu import (
     latent_attention_tpu,
@@ -91,6 +92,25 @@ def test_compiles_for_a_tpu_without_a_copy_of_a_pool(device, form, page_size):
         for shape in ((pages, *page), (pages, 1, *page)):
             made = re.findall(rf"= \w+\[{','.join(map(str, shape))}\]\S* ([\w-]+)\(", text)
             assert set(made) <= {"parameter", "bitcast"}
+
+
+def test_parts_of_pages_are_read_without_a_copy_of_a_pool(device):
+    """Of pages of 64 tokens a TPU reads the parts of 8 that hold a chosen one."""
+    sharding = SingleDeviceSharding(device("v5e:2x2"))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    pool = functools.partial(jax.ShapeDtypeStruct, sharding=pool_format(sharding, axes=3))
+    arguments = shapes("decode", 64, array, pool)
+    del arguments["lengths"]
+    arguments["block_tables"] = array((BATCH, 64), jnp.int32)  # a wide list takes long to compile
+    arguments["token_ids"] = array((BATCH, TOP_TOKENS), jnp.int32)
+    tpu = AbstractDevice("TPU v5 lite", 1, "tpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=tpu)):
+        function = functools.partial(token_latent_attention, scale=SCALE)
+        compiled = jax.jit(function).lower(**arguments).compile()
+    assert "tpu_custom_call" in program_text(compiled)
+    ropes = arguments["ropes"]
+    stored = ropes.size * ropes.dtype.itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < stored / 10
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -22,7 +22,7 @@ from kvjax.decode.shapes import plan
 from kvjax.decode.step import RUNNING, Prompts, Rules, decode_step, prefill_chunk, start
 from kvjax.decode.stream import _step
 from kvjax.model import from_checkpoint, kv_spec
-from kvjax.models import Latent, LayerConfig, RopeScaling, random_checkpoint
+from kvjax.models import Indexer, Latent, LayerConfig, RopeScaling, random_checkpoint
 from kvjax.pallas_kernels.mosaic.layout import pool_format
 from tests.kvjax.cache.plain import scattered
 from tests.kvjax.decode.test_tpu_compile import ABSTRACT_MESH, on, there  # noqa: F401
@@ -148,13 +148,18 @@ def test_what_pages_of_latents_have_not_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [_prefill_chunk, _step])
-def test_programs_for_a_tpu_read_and_write_pools_in_place(there, function):  # noqa: F811
-    """DeepSeek-V3's widths, of which position keys need the layout that kernels read."""
+@pytest.mark.parametrize("index_dtype", [None, "float8_e4m3fn"])
+def test_programs_for_a_tpu_read_and_write_pools_in_place(there, function, index_dtype):  # noqa: F811
+    """DeepSeek-V3's widths, of which position keys need the layout of kernels, and V3.2's."""
     layer, pages = latent_layer(16, 128, 64, 512, 128), 512
+    if index_dtype is not None:
+        latent = dataclasses.replace(layer.latent, query_rank=128)
+        layer = dataclasses.replace(layer, latent=latent, indexer=Indexer(64, 128, 256))
     made = config(layer, layer, max_context=4096)
     of = from_checkpoint(random_checkpoint(made), name="random", dtype="bfloat16")
     given = CacheConfig(page_size=64, num_pages=pages)
-    shapes = plan(made, of.spec, [600, 3], new_tokens=32, prefill_chunk=256, cache=given)
+    spec = kv_spec(made, "bfloat16", index_dtype=index_dtype)
+    shapes = plan(made, spec, [600, 3], new_tokens=32, prefill_chunk=256, cache=given)
     limits = inputs.row_limits(2, 32, shapes.batch)
     rules = Rules(
         make_sampler(Sampling(), VOCAB), jax.random.key(0), inputs.padded_stops([]), limits
@@ -177,8 +182,10 @@ def test_programs_for_a_tpu_read_and_write_pools_in_place(there, function):  # n
         )
     text = program.as_text()
     assert "tpu_custom_call" in text
-    pool = rf"bf16\[{pages},(?:1,)?64,(?:64|512)\]"
+    widths = "64|512" if index_dtype is None else "64|128|512"
+    pool = rf"(?:bf16|f8e4m3fn|u8)\[{pages},(?:1,)?64,(?:{widths})\]"
     assert re.search(pool, text)
     assert not re.findall(rf"{pool}\S* (?:copy|copy-start|transpose)\(", text)
-    total = sum(x.size * x.dtype.itemsize for x in (*cache.k_pages, *cache.v_pages))
+    pools = jax.tree.leaves((cache.k_pages, cache.v_pages, cache.index_pages))
+    total = sum(x.size * x.dtype.itemsize for x in pools)
     assert program.memory_analysis().alias_size_in_bytes >= total

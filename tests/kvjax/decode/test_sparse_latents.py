@@ -58,19 +58,28 @@ def assert_greedy(model, ids, tokens):
 
 def test_a_batch_a_stream_and_scores_equal_one_forward(model):
     """Nine tokens of forty: what is not chosen must not be seen, in chunks, steps and batches."""
-    prompts = [prompt(37), prompt(5, seed=1)]
-    result = kvjax.generate(model, prompts, max_new_tokens=12, stop_tokens=(), cache=CACHE)
+    prompts, cache = [prompt(37), prompt(5, seed=1)], CacheConfig(page_size=24)
+    result = kvjax.generate(model, prompts, max_new_tokens=12, stop_tokens=(), cache=cache)
     for ids, tokens in zip(prompts, result.tokens, strict=True):
         assert len(tokens) == 12
         assert_greedy(model, ids, tokens)
-    events = kvjax.stream(model, prompts[0], max_new_tokens=12, stop_tokens=(), cache=CACHE)
+    events = kvjax.stream(model, prompts[0], max_new_tokens=12, stop_tokens=(), cache=cache)
     assert [event.token for event in events] == result.tokens[0]
     scored = kvjax.score(model, [*prompts[0], *result.tokens[0]], prefill_chunk=16, cache=CACHE)
     expected = logprobs(no_cache_logits(model, scored.tokens), scored.tokens)
     np.testing.assert_allclose(scored.logprobs[1:], expected, atol=1e-4)
     stats = result.stats
     assert stats.bytes_per_token == model.spec.bytes_per_token == 4 * (2 * (16 + 4) + 6)
-    assert stats.cache_bytes == {"float32": stats.pages_total * 8 * stats.bytes_per_token}
+    assert stats.cache_bytes == {"float32": stats.pages_total * 24 * stats.bytes_per_token}
+
+
+def test_a_fork_has_the_index_keys_too(model):
+    """Of full pages, which are shared, and of the open one, which is copied."""
+    prompts, more = [prompt(37), prompt(28, seed=1)], [prompt(6, seed=n) for n in (2, 3, 4)]
+    spec = kv_spec(model.config, "float32")
+    got = paged_logits(model, prompts, more, spec)
+    for logits, ids, rest in zip(got, [*prompts, prompts[1]], more, strict=True):
+        np.testing.assert_allclose(logits, no_cache_logits(model, ids + rest), atol=1e-4)
 
 
 def test_a_choice_of_all_is_dense():
