@@ -9,6 +9,8 @@ one by one. Every method decodes the same tokens.
 
 import argparse
 import dataclasses
+import json
+import pathlib
 import statistics
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from kvjax.decode.step import DecodeState, Rules, decode_step
 from kvjax.decode.told import told
 from kvjax.load import load
 from kvjax.model import Model
+from kvjax.storage.files import publish
 
 STEPS, RUNS = 32, 3
 
@@ -80,6 +83,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="METHOD",
         help="any of: " + "; ".join(METHODS),
     )
+    options.add_argument(
+        "--points",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write what is measured as it comes; what the file has already is not measured again",
+    )
     parsed = options.parse_args(arguments)
     contexts = parsed.contexts or ("256" if parsed.quick else "4096")
     batches = parsed.batches or ("2" if parsed.quick else "1,2,4,8")
@@ -95,7 +104,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     console = Console(stderr=True)
     began = time.monotonic()
-    found: list[Batch] = []
+    found = _read_points(options.points)
     with console.status("loading the model") as status:
 
         def say(text: str) -> None:
@@ -107,21 +116,36 @@ def main() -> int:
         model = load(options.model, dtype=options.dtype)
         for context in options.contexts:
             for rows in options.batches:
-                found += _measure(model, context, rows, options, say)
-    _finish(options, found, model)
+                prompts, given = texts(model, context, rows)
+                for name in (EXACT, *options.methods):
+                    if any((b.context, b.rows, b.method) == (context, rows, name) for b in found):
+                        continue
+                    say(f"{rows} x {context} tokens, {name}")
+                    found.append(_measure(model, prompts, given, name, options.budget))
+                    _write_points(options.points, found)
+    _finish(options, sorted(found, key=lambda b: (b.context, b.rows)), model)
     return 0
 
 
 def _measure(
-    model: Model, context: int, rows: int, options: argparse.Namespace, say: Callable[[str], None]
-) -> list[Batch]:
-    prompts, given = texts(model, context, rows)
-    say(f"{rows} x {context} tokens, {EXACT}")
-    found = [Batch(context, rows, EXACT, exact_step(model, prompts, given))]
-    for name in options.methods:
-        say(f"{rows} x {context} tokens, {name}")
-        found.append(_over_tiers(model, prompts, given, name, METHODS[name], options.budget))
-    return found
+    model: Model, prompts: list[list[int]], given: list[list[int]], name: str, budget: str
+) -> Batch:
+    if name == EXACT:
+        step_s = exact_step(model, prompts, given)
+        return Batch(len(prompts[0]), len(prompts), EXACT, step_s)
+    return _over_tiers(model, prompts, given, name, METHODS[name], budget)
+
+
+def _read_points(path: pathlib.Path | None) -> list[Batch]:
+    if path is None or not path.exists():
+        return []
+    return [Batch(**fields) for fields in json.loads(path.read_text())]
+
+
+def _write_points(path: pathlib.Path | None, found: Sequence[Batch]) -> None:
+    if path is not None:
+        with publish(path) as unfinished:
+            unfinished.write_text(json.dumps([dataclasses.asdict(b) for b in found]))
 
 
 def texts(model: Model, context: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
