@@ -9,7 +9,7 @@ from typing import Any
 import typer
 import typer.core
 
-from kvjax.cli import calibrate, convert, demo, generate, info, prefix, pull, score, store
+from kvjax.cli import calibrate, convert, demo, distill, generate, info, prefix, pull, score, store
 from kvjax.cli.console import say_error, warnings_as_lines
 from kvjax.cli.wording import of_options
 from kvjax.errors import KvjaxError
@@ -105,6 +105,7 @@ app.command()(info.info)
 app.command()(pull.pull)
 app.command()(demo.demo)
 app.add_typer(calibrate.app, name="calibrate")
+app.add_typer(distill.app, name="distill")
 app.add_typer(convert.app, name="convert")
 app.add_typer(prefix.app, name="prefix")
 app.add_typer(store.app, name="store")

@@ -75,7 +75,7 @@ def calibrate_tiers(
         raise KvjaxError("--calibration is what this makes: name a new file with --output")
     if dataclasses.replace(selected.window, evict=Window.evict) != Window():
         raise KvjaxError("--window and --window-plan are what this chooses: leave them out")
-    _check_output(output)
+    check_output(output)
     select = selected.select or Select()
     selected = dataclasses.replace(selected, select=select)
     cache = tiers.with_tiers(cache, selected, config, store=store)
@@ -96,7 +96,7 @@ def calibrate_tiers(
         print(json.dumps(dataclasses.asdict(found)))
         return
     _show(found)
-    note(f"use with: kvjax generate --select {select.by} --calibration {output} ...")
+    note(f"use with: kvjax generate {selected.selected_by} --calibration {output} ...")
 
 
 @app.command("formats", no_args_is_help=True)
@@ -133,7 +133,7 @@ def calibrate_formats(
 
     Example: kvjax calibrate formats report.txt -o formats.json
     """
-    _check_output(output)
+    check_output(output)
     texts = [prompt.read_text(file) for file in files]
     with bars() as progress:
         opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
@@ -158,8 +158,11 @@ def calibrate_formats(
     )
 
 
-def _check_output(path: Path) -> None:
+def check_output(path: Path) -> None:
     """Refuse, minutes before it is needed, a file that cannot be written.
+
+    Args:
+      path: of the file.
 
     Raises:
       KvjaxError: it is a folder.

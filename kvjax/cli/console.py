@@ -19,6 +19,7 @@ PHASES = {
     "calibrate": "trying settings",
     "convert": "measuring, and converting",
     "heal": "healing",
+    "distill": "learning, layer by layer",
     "judge": "judging",
     "download": "downloading",
     "unpack": "unpacking and checking",

@@ -13,7 +13,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
-from kvjax.policies import Place, Select, Window
+from kvjax.policies import Indexer, Place, Select, Window
 from kvjax.policies.tiering import NAMES
 
 PANEL = "Selected pages"
@@ -42,6 +42,14 @@ class TierOptions:
     codec: str = Place.codec
     hot_exact: bool = Place.hot_exact
     observe: int = Place.observe
+    indexer: pathlib.Path | None = None
+
+    @property
+    def selected_by(self) -> str:
+        """The option that says what selects the pages, as it is typed."""
+        if self.indexer is not None:
+            return f"--indexer {self.indexer}"
+        return f"--select {self.select.by if self.select else Select.by}"
 
 
 def tier_options(
@@ -51,6 +59,16 @@ def tier_options(
             help=f"Read only selected pages in every step, by: {', '.join(NAMES)}.",
             rich_help_panel=PANEL,
             show_default="all pages are read",
+        ),
+    ] = None,
+    indexer: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What `kvjax distill indexer` learned of the model, to select by in place of "
+            "--select.",
+            rich_help_panel=PANEL,
+            show_default=False,
         ),
     ] = None,
     step_budget: Annotated[
@@ -146,9 +164,15 @@ def tier_options(
     """How a step's pages are selected; every command that decodes takes these."""
     chosen = None
     given = {"budget": step_budget, "aggregate": aggregate, "pooling": step_pooling}
-    if select is not None:
+    if select is not None and indexer is not None:
+        raise KvjaxError(
+            f"--select is {select!r} and --indexer is {indexer}: both say what selects the pages; "
+            f"leave out one of them"
+        )
+    by = select if indexer is None else Indexer.load(indexer)
+    if by is not None:
         try:
-            chosen = Select(by=select, **given)  # type: ignore[arg-type]  # Select refuses
+            chosen = Select(by=by, **given)  # type: ignore[arg-type]  # Select refuses
         except KvjaxError as error:
             raise KvjaxError(re.sub("^(budget|pooling) is", r"--step-\1 is", str(error))) from None
     for option, value in given.items():
@@ -171,7 +195,7 @@ def tier_options(
     times = Window.times if window is None else window
     kept = Window(times, evict, window_plan)  # type: ignore[arg-type]  # Window refuses
     return TierOptions(
-        chosen, kept, calibration, page_order, keep_generated, codec, hot_exact, observe
+        chosen, kept, calibration, page_order, keep_generated, codec, hot_exact, observe, indexer
     )
 
 

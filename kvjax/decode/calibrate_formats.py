@@ -1,7 +1,6 @@
 """Measures what a model's keys and values are like on a text, for formats that need to know."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from kvjax.decode.captured import Captured, captured, first_keys
 from kvjax.decode.format_losses import layer_losses
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
-from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
+from kvjax.decode.texts import texts_as_ids
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.formats.calibration import FormatCalibration
 from kvjax.formats.statistics import layer_calibration
 from kvjax.model import Model
@@ -63,7 +63,7 @@ def calibrate_formats(
             f"measured of keys that are rotated whole; name a format that is not calibrated"
         )
     most = check_integer("tokens", tokens, LEAST_TOKENS)
-    rows = _token_ids(model, texts, most)
+    rows = texts_as_ids(model, texts, most)
     parts = _parts(rows, most)
     _check_memory(model, sum(map(len, parts)))
     report = progress or (lambda phase, share: None)
@@ -95,27 +95,6 @@ def calibrate_formats(
         layers.append(of_layer)
     report("calibrate", 1.0)
     return FormatCalibration(fingerprint(model), sum(map(len, parts)), tuple(layers))
-
-
-def _token_ids(
-    model: Model, texts: inputs.PromptLike | Sequence[inputs.PromptLike], most: int
-) -> list[list[int]]:
-    """The ids of each text; of one that is longer than the model's context, as many as are used.
-
-    Raises:
-      KvjaxError: as `inputs.token_ids` does.
-    """
-    if len(texts) == 0:
-        raise KvjaxError("texts is empty: give a text, token ids, or a list of either")
-    one = isinstance(texts, str) or (not isinstance(texts[0], str) and np.ndim(texts[0]) == 0)
-    several: Sequence[Any] = [texts] if one else texts  # type: ignore[assignment]
-    rows = []
-    for row, text in enumerate(several):
-        if isinstance(text, str) and isinstance(model, Model) and model.tokenizer is not None:
-            with as_kvjax_error():
-                text = model.tokenizer.encode(text[: most * model.tokenizer.longest_token])
-        rows.append(inputs.token_ids(model, text, f"text {row}"))
-    return rows
 
 
 def _parts(rows: list[list[int]], most: int) -> list[list[int]]:

@@ -4,6 +4,8 @@ from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, imp
 from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import EstimatingIndex, PageIndex, PerPage
+from kvjax.policies.indexer import Indexer
+from kvjax.policies.lightning_indexer import LayerIndexer
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.low_rank import LowRank
 from kvjax.policies.magicpig import MagicPIG
@@ -21,6 +23,8 @@ __all__ = [
     "EstimatingIndex",
     "ExactKeys",
     "Hierarchical",
+    "Indexer",
+    "LayerIndexer",
     "LowBitKeys",
     "LowRank",
     "MagicPIG",
