@@ -32,6 +32,8 @@ from kvjax.convert import (
     judged,
     split_texts,
 )
+from kvjax.convert.mla import measured_pairs
+from kvjax.convert.pairs import Pairs
 from kvjax.convert.texts import WINDOW_TOKENS, windows_of
 from kvjax.load import load
 from kvjax.model import Model, from_checkpoint
@@ -95,9 +97,11 @@ def main() -> int:
     model = load(options.model, dtype="float32")
     texts = learnt_from(model, options.text, QUICK_TOKENS if options.quick else None)
     other = other_text(model, texts.held_out.shape[1])
-    with Console(stderr=True).status("beginning") as status:
+    with Console(stderr=True).status("measuring rotations") as status:
+        pairs = measured_pairs(model, texts.learnt)
         points = [
-            measured(model, texts, other, share, options, status.update) for share in options.shares
+            measured(model, texts, other, pairs, share, options, status.update)
+            for share in options.shares
         ]
     document = options.docs or (None if options.quick else report.DOCUMENT)
     picture = ""
@@ -110,7 +114,7 @@ def main() -> int:
         name="latents",
         title="Keys and values made into latents",
         body=f"{options.model}, converted by activations and gradients on "
-        f"{texts.learnt.size:,} tokens of {source} (the first 16,384 of them), healed in "
+        f"{texts.learnt.size:,} tokens of {source} (16,384 of them), healed in "
         f"{options.steps} steps of {texts.learnt.shape[1]:,} tokens (weights that change: "
         f"{options.train}); judged on {texts.held_out.size:,} other tokens of it, and on "
         f"{other.size:,} of the address of 1790, a kind of text that was not learnt from. Windows "
@@ -165,6 +169,7 @@ def measured(
     model: Model,
     texts: Texts,
     other: np.ndarray,
+    pairs: list[Pairs],
     share: float,
     options: argparse.Namespace,
     say: Callable[[str], None],
@@ -175,6 +180,7 @@ def measured(
       model: the original.
       texts: to learn from and to judge by.
       other: windows of another kind of text.
+      pairs: of `measured_pairs`.
       share: of the bytes; with all of them nothing is healed.
       options: of the command line.
       say: what is being done.
@@ -187,6 +193,7 @@ def measured(
         texts,
         rank=rank,
         rope_dim=rope_dim,
+        pairs=pairs,
         progress=lambda phase, done: say(f"{name}: {phase}, {done:.0%}"),
     )
     between = time.perf_counter()

@@ -37,7 +37,7 @@ def principal_axes(seen: LatentsSeen, tokens: int) -> Axes:
 
     Args:
       seen: sums over texts, as NumPy arrays.
-      tokens: that were summed over.
+      tokens: that were summed over; the sum of their weights is as much.
     """
     mean = np.asarray(seen.total, np.float64) / tokens
     covariance = np.asarray(seen.products, np.float64) / tokens - np.outer(mean, mean)

@@ -23,7 +23,7 @@ from kvjax.model import Model, from_checkpoint
 from kvjax.models import Checkpoint
 
 CALIBRATION_TOKENS = 16_384
-"""Most tokens that a conversion measures."""
+"""Most tokens that a conversion measures, of all that it is given."""
 
 UNIT = 8
 """Elements of a latent that are shared out among layers at once; of rotated ones, half as many."""
@@ -62,6 +62,7 @@ def convert_mla(
     rope_dim: int,
     even: bool = False,
     seed: int = 0,
+    pairs: Sequence[Pairs] | None = None,
     progress: Progress | None = None,
 ) -> Converted:
     """Make a model with latents of a model with keys and values (TransMLA, arXiv:2502.07864).
@@ -76,11 +77,13 @@ def convert_mla(
 
     Args:
       model: without latents, sliding windows, soft caps or norms of queries and keys.
-      windows: token ids of texts, a row each; the first 16,384 tokens are measured.
+      windows: token ids of texts, a row each; 16,384 tokens of them
+        are measured.
       rank: elements of a layer's latent, at most 2 x KV heads x head_dim - `rope_dim`.
       rope_dim: rotated elements of a layer, even, at most KV heads x head_dim.
       even: whether all layers have the same sizes.
       seed: of the tokens that the loss draws.
+      pairs: of `measured_pairs`, which serve all sizes; None measures them.
       progress: called with "convert" and how much of it is done.
 
     Raises:
@@ -90,13 +93,10 @@ def convert_mla(
     check_sizes(model, rank=rank, rope_dim=rope_dim)
     report = progress or (lambda phase, share: None)
     report("convert", 0.0)
-    windows = windows[: max(CALIBRATION_TOKENS // windows.shape[1], 1)]
-    key = jax.random.key(seed)
-    needs = _summed(
-        model, windows, rotation_needs, key, lambda share: report("convert", 0.5 * share)
-    )
-    pairs = [mixed_pairs(of_layer) for of_layer in needs]
-    del needs
+    if pairs is None:
+        pairs = measured_pairs(
+            model, windows, seed=seed, progress=lambda phase, share: report(phase, 0.5 * share)
+        )
     counts = [rope_dim // 2] * len(pairs)
     if not even:
         needed = [np.sort(of_layer.lost.reshape(-1))[::-1] for of_layer in pairs]
@@ -108,8 +108,9 @@ def convert_mla(
         report("convert", 1.0)
         return Converted(whole, _reports(pairs, rotated, None, room))
     between = from_checkpoint(whole, name=model.name, dtype=model.dtype)
+    windows = _measured(windows)
     seen = _summed(
-        between, windows, latents_seen, key, lambda share: report("convert", 0.5 + 0.5 * share)
+        between, windows, latents_seen, seed, lambda share: report("convert", 0.5 + 0.5 * share)
     )
     axes = [principal_axes(of_layer, windows.size) for of_layer in seen]
     ranks = [rank] * len(axes)
@@ -117,6 +118,28 @@ def convert_mla(
         ranks = shared_out([of_layer.costs for of_layer in axes], rank, UNIT)
     report("convert", 1.0)
     return Converted(compressed(whole, axes, ranks), _reports(pairs, rotated, axes, ranks))
+
+
+def measured_pairs(
+    model: Model,
+    windows: Int32[np.ndarray, "n W"],
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[Pairs]:
+    """What each layer's pairs lose without their rotations: the first half of a conversion.
+
+    Args:
+      model: one that `check_convertible` lets pass.
+      windows: see `convert_mla`.
+      seed: see `convert_mla`.
+      progress: called with "convert" and how much of it is done.
+    """
+    report = progress or (lambda phase, share: None)
+    needs = _summed(
+        model, _measured(windows), rotation_needs, seed, lambda share: report("convert", share)
+    )
+    return [mixed_pairs(of_layer) for of_layer in needs]
 
 
 def check_convertible(model: Model) -> None:
@@ -179,9 +202,16 @@ def check_sizes(model: Model, *, rank: int, rope_dim: int) -> None:
         )
 
 
-def _summed(model: Model, windows: Any, of_window: Any, key: Any, done: Any) -> list[Any]:
+def _measured(windows: Int32[np.ndarray, "n W"]) -> Int32[np.ndarray, "m W"]:
+    """Of many windows, as many as are measured, from all parts of the texts."""
+    most = max(CALIBRATION_TOKENS // windows.shape[1], 1)
+    return windows[:: -(-len(windows) // most)]
+
+
+def _summed(model: Model, windows: Any, of_window: Any, seed: int, done: Any) -> list[Any]:
     """Sums of what windows give, a layer at a time, in float64 as NumPy arrays."""
     total: list[Any] = []
+    key = jax.random.key(seed)
     for index, window in enumerate(windows):
         given = (model.params, jnp.asarray(window, jnp.int32), jax.random.fold_in(key, index))
         program, _ = compiled(of_window, model.graphdef, *given)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import Float32
 from kvjax.convert.heal import Healed, Healing, heal
 from kvjax.convert.judge import Judgement, final_states, judged
 from kvjax.convert.mla import Converted, LayerReport, convert_mla
+from kvjax.convert.pairs import Pairs
 from kvjax.convert.texts import Texts
 from kvjax.decode.calls import Progress
 from kvjax.model import Model, from_checkpoint
@@ -90,6 +91,7 @@ def convert_and_judge(
     rope_dim: int,
     even: bool = False,
     seed: int = 0,
+    pairs: Sequence[Pairs] | None = None,
     healing: Healing | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -104,6 +106,7 @@ def convert_and_judge(
       rope_dim: see `convert_mla`.
       even: see `convert_mla`.
       seed: see `convert_mla`.
+      pairs: see `convert_mla`.
       healing: how; None leaves it as it was converted.
       folder: see `heal`.
       progress: called with "convert" or "judge", and how much of it is done.
@@ -120,6 +123,7 @@ def convert_and_judge(
         rope_dim=rope_dim,
         even=even,
         seed=seed,
+        pairs=pairs,
         progress=progress,
     )
     report("judge", 0.0)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from kvjax.convert.compress import principal_axes
 from kvjax.convert.heal import smoothed
-from kvjax.convert.latents_seen import LatentsSeen
+from kvjax.convert.latents_seen import LatentsSeen, token_weights
 from kvjax.convert.pairs import mixed_pairs
 from kvjax.convert.plot import can_plot, plot_losses
 from kvjax.convert.rotation_needs import rotation_needs
@@ -98,6 +98,17 @@ def test_what_stands_for_a_rotation_is_the_best_constant(seen):
     for change in (0.05, 0.05j, -0.05, -0.05j):
         assert np.all(left(pairs.turn * (1 + change)) >= left(pairs.turn) * (1 - 1e-4))
     assert np.all(pairs.lost <= pairs.whole)
+
+
+def test_tokens_weigh_as_much_as_the_loss_depends_on_them():
+    """Whatever the scales of elements; what depends on nothing still weighs something."""
+    random = np.random.default_rng(1)
+    expected = np.concatenate([[300.0, 20.0], np.full(97, 1.0), [0.0]])
+    slope = random.standard_normal((100, 400)) * 10.0 ** random.uniform(-3, 3, 400)
+    found = np.asarray(token_weights(jnp.asarray(np.sqrt(expected)[:, None] * slope, jnp.float32)))
+    assert found.mean() == pytest.approx(1, rel=1e-5)
+    np.testing.assert_allclose(found[:-1] / found[2:-1].mean(), expected[:-1], rtol=0.35)
+    assert 0 < found[-1] < found[2:-1].min()
 
 
 def test_the_first_axes_are_the_best_that_there_are():
