@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.report import Row
 from kvjax.pallas_kernels import pages_of_tokens
-from kvjax.spec import INDEX_FLOAT8, KVSpec, LayerSpec
+from kvjax.spec import INDEX_FLOAT4, INDEX_FLOAT8, KVSpec, LayerSpec
 
 AIM = "<= 0.125"
 TOP = 2048
@@ -22,7 +22,7 @@ LATENT, ROPE, INDEX = 512, 64, 128
 DENSE = LayerSpec.mla(LATENT, ROPE)
 CHOOSES = LayerSpec.mla(LATENT, ROPE, index_dim=INDEX, top_tokens=TOP)
 SHARES = LayerSpec.mla(LATENT, ROPE, top_tokens=TOP)
-DTYPES = {"bfloat16": None, "float8": INDEX_FLOAT8}
+DTYPES = {"bfloat16": None, "float8": INDEX_FLOAT8, "float4": INDEX_FLOAT4}
 RUN = 16  # tokens of a piece of text that is chosen whole
 
 
@@ -112,12 +112,12 @@ def main() -> None:
         rows += amplified_rows(context)
     body = (
         f"DeepSeek-V3.2's shapes: latents of {LATENT} + {ROPE} elements in bfloat16, index keys of "
-        f"{INDEX} (a float8 key has a float32 scale), the best {TOP} tokens. Every index key is "
-        "read in every step, so that the ratio cannot go below that of a key to a latent: 0.22 in "
-        "bfloat16, 0.11 in float8, less where layers share a choice, as GLM-5's do. The chosen "
-        f"tokens' latents add {TOP} tokens' at every context. With single tokens nothing else is "
-        "read; a TPU copies at least 8 rows, and a page is the worst grain where any tokens may be "
-        "chosen. Scores, 4 bytes a token written and read, are not counted."
+        f"{INDEX} (a float8 or float4 key has a float32 scale), the best {TOP} tokens. Every index "
+        "key is read in every step, so that the ratio cannot go below that of a key to a latent: "
+        "0.22 in bfloat16, 0.11 in float8, 0.06 in float4, less where layers share a choice, as "
+        f"GLM-5's do. The chosen tokens' latents add {TOP} tokens' at every context. With single "
+        "tokens nothing else is read; a TPU copies at least 8 rows, and a page is the worst grain "
+        "where any tokens may be chosen. Scores, 4 bytes a token written and read, are not counted."
     )
     report.finish(rows, options, name="sparse-latents", title="Sparse attention", body=body)
 

@@ -8,12 +8,17 @@ from kvjax.pallas_kernels import IMPLEMENTATIONS
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.pallas_kernels.validate import FLOATS, PAGE_SIZES
 from kvjax.policies.tiering import Place, Select, Window
-from kvjax.spec import DEFAULT_PAGE_SIZE, INDEX_FLOAT8
+from kvjax.spec import DEFAULT_PAGE_SIZE, INDEX_FLOAT4, INDEX_FLOAT8
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Other spellings that are taken for a dtype's name."""
 
-_INDEX_DTYPES = {"fp8": INDEX_FLOAT8, INDEX_FLOAT8: INDEX_FLOAT8}
+_INDEX_DTYPES = {
+    "fp8": INDEX_FLOAT8,
+    "fp4": INDEX_FLOAT4,
+    INDEX_FLOAT8: INDEX_FLOAT8,
+    INDEX_FLOAT4: INDEX_FLOAT4,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +30,8 @@ class CacheConfig:
       num_pages: pages in the pool; None makes it as large as the call needs.
       dtype: of stored keys and values, "float32", "bfloat16" or "float16" (`SHORT_DTYPES` are taken
         too); None takes that of the model's matrices.
-      index_dtype: of the keys that an indexer chooses tokens by (DeepSeek-V3.2), "float8_e4m3fn"
-        (or "fp8"), with a scale a token; None takes `dtype`.
+      index_dtype: of the keys that an indexer chooses tokens by (DeepSeek-V3.2): "float8_e4m3fn"
+        ("fp8") or "float4_e2m1fn" ("fp4"), with a scale a token; None takes `dtype`.
       format: how full pages are stored, a `kvjax.formats.Format` or the name of one
         (`kvjax.formats.NAMED`); None stores them in `dtype`.
       attention: which attention implementation to insist on; None lets kvjax choose.

@@ -55,8 +55,9 @@ ITEM_BYTES = {
 }
 """Bytes of one stored element, for every dtype a pool may have."""
 
-INDEX_FLOAT8 = "float8_e4m3fn"
-"""What index keys may be stored in, with a float32 scale a token."""
+INDEX_FLOAT8, INDEX_FLOAT4 = "float8_e4m3fn", "float4_e2m1fn"
+INDEX_BITS = {INDEX_FLOAT8: 8, INDEX_FLOAT4: 4}
+"""What index keys may be stored in beside the spec's dtype, with a float32 scale a token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +244,7 @@ class KVSpec:
     Attributes:
       layers: one entry a layer, in the order in which the model runs them.
       dtype: name of the stored elements' dtype, one of `ITEM_BYTES`.
-      index_dtype: of index keys, if not `dtype`: "float8_e4m3fn", with a float32 scale a token.
+      index_dtype: of index keys, if not `dtype`: one of `INDEX_BITS`, with a float32 scale a token.
 
     Raises:
       ValueError: no layers, an unknown dtype, or a shared layer that points to a layer which is not
@@ -257,9 +258,10 @@ class KVSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
-        if self.index_dtype not in (None, INDEX_FLOAT8):
+        if self.index_dtype is not None and self.index_dtype not in INDEX_BITS:
             raise ValueError(
-                f"index_dtype is {self.index_dtype!r}: must be {INDEX_FLOAT8!r} or None"
+                f"index_dtype is {self.index_dtype!r}: must be one of {', '.join(INDEX_BITS)}, or "
+                f"None"
             )
         if not self.layers or not all(isinstance(layer, LayerSpec) for layer in self.layers):
             raise ValueError(
@@ -313,13 +315,14 @@ class KVSpec:
           layer: one of the spec's.
 
         >>> sparse = LayerSpec.mla(512, 64, index_dim=128, top_tokens=2048)
-        >>> [KVSpec((sparse,), index_dtype=i).bytes_per_token for i in (None, INDEX_FLOAT8)]
-        [1408, 1284]
+        >>> [KVSpec((sparse,), index_dtype=i).bytes_per_token for i in (None, *INDEX_BITS)]
+        [1408, 1284, 1220]
         """
         if layer.shared is not None or not layer.index_dim:
             return 0
         if self.index_dtype is not None:
-            return layer.index_dim * ITEM_BYTES[self.index_dtype] + ITEM_BYTES["float32"]
+            bits = layer.index_dim * INDEX_BITS[self.index_dtype]
+            return -(-bits // 8) + ITEM_BYTES["float32"]
         return layer.index_dim * self.bytes_per_element
 
     def source(self, layer: int) -> int:
@@ -375,11 +378,12 @@ class KVSpec:
 
         >>> dense = KVSpec((LayerSpec.mla(512, 64),)).bytes_read_per_step(32768)
         >>> layers = (LayerSpec.mla(512, 64, index_dim=128, top_tokens=2048),)
-        >>> for index_dtype in (None, INDEX_FLOAT8):
+        >>> for index_dtype in (None, *INDEX_BITS):
         ...     sparse = KVSpec(layers, index_dtype=index_dtype).bytes_read_per_step(32768)
         ...     print(f"{sparse / dense:.3f}")
         0.285
         0.177
+        0.122
         """
         total = 0
         for layer in self.layers:

@@ -41,13 +41,26 @@ def project_heads(
       x: a row a token and head.
       weight: a matrix a head.
     """
-    return jnp.einsum(
-        equation,
-        x.astype(weight.dtype),
-        weight,
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+
+    def product(x: Array, weight: Array) -> Array:
+        exact = weight.dtype == jnp.float32
+        return jnp.einsum(
+            equation,
+            x,
+            weight,
+            precision=lax.Precision.HIGHEST if exact else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def widened(x: Array, weight: Array) -> Array:
+        # Products of bfloat16 numbers are exact in float32. XLA's CPU backend has none of batches
+        # of bfloat16 matrices that return float32, and says so only when the program runs.
+        return product(x.astype(jnp.float32), weight.astype(jnp.float32))
+
+    result: Array = lax.platform_dependent(
+        x.astype(weight.dtype), weight, cpu=widened, default=product
     )
+    return result
 
 
 class Linear(nnx.Module):

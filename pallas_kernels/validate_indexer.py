@@ -1,6 +1,7 @@
 """The rules of a lightning indexer's arguments: shapes and dtypes, before tracing."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
@@ -16,13 +17,23 @@ from kvjax.pallas_kernels.validate import (
     check_rank,
 )
 
-FLOAT8_KEYS = "float8_e4m3fn"
+FLOAT8_KEYS, FLOAT4_KEYS = "float8_e4m3fn", "uint8"
+
+
+def tokens_a_page(keys: Any) -> int:
+    """P: of float4 keys a row holds two tokens.
+
+    Args:
+        keys: [N, P, Di], or uint8 [N, P / 2, Di].
+    """
+    rows: int = keys.shape[1]
+    return 2 * rows if jnp.dtype(keys.dtype).name == FLOAT4_KEYS else rows
 
 
 def check_indexer(
     q: Float[Array, "T Hi Di"],
     weights: Float32[Array, "T Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: Any,
     block_tables: Int32[Array, "B M"],
     *,
     scale: float,
@@ -34,10 +45,10 @@ def check_indexer(
     Args:
         q: [T, Hi, Di], float32, bfloat16 or float16.
         weights: float32 [T, Hi].
-        keys: [N, P, Di], one of these dtypes, or float8_e4m3fn.
+        keys: [N, P, Di], one of these dtypes, or float8_e4m3fn; or uint8 [N, P / 2, Di].
         block_tables: int32 [B, M].
         scale: factor of the scores.
-        key_scales: float32 [N, P] with float8 keys, else None.
+        key_scales: float32 [N, P] with float8 and float4 keys, else None.
         **per_sequence: int32 [B] under the caller's own argument names; `cu_q_lengths` is [B + 1].
             Without `cu_q_lengths`, T must be B.
 
@@ -77,14 +88,16 @@ def check_indexer(
     return check_positive("scale", scale)
 
 
-def _check_keys(
-    keys: Float[Array, "N P Di"], key_scales: Float32[Array, "N P"] | None, head_dim: int
-) -> None:
-    """Check the pool of keys, and the scales that float8 keys need and others have not."""
-    num_pages, page_size, dim = keys.shape
-    kind = jnp.dtype(keys.dtype).name
-    if kind not in (*FLOATS, FLOAT8_KEYS):
-        raise ValueError(f"keys is {kind}; it must be {', '.join(FLOATS)} or {FLOAT8_KEYS}")
+def _check_keys(keys: Any, key_scales: Float32[Array, "N P"] | None, head_dim: int) -> None:
+    """Check the pool of keys, and the scales that those of few bits need and others have not."""
+    num_pages, rows, dim = keys.shape
+    kind, page_size = jnp.dtype(keys.dtype).name, tokens_a_page(keys)
+    scaled = (FLOAT8_KEYS, FLOAT4_KEYS)
+    if kind not in (*FLOATS, *scaled):
+        raise ValueError(
+            f"keys is {kind}; it must be {', '.join(FLOATS)} or {FLOAT8_KEYS}, or {FLOAT4_KEYS} "
+            "that holds float4_e2m1fn codes"
+        )
     if dim != head_dim:
         raise ValueError(f"q has head_dim {head_dim} and keys {dim}; they must be equal")
     if not PAGE_SIZES[0] <= page_size <= PAGE_SIZES[1]:
@@ -95,22 +108,22 @@ def _check_keys(
     if math.prod(keys.shape) > MAX_INT32:
         raise ValueError(
             f"keys has {num_pages} pages, {math.prod(keys.shape)} elements; int32 offsets overflow "
-            f"at 2**31, so at most {MAX_INT32 // (page_size * dim)} pages of this shape fit one "
+            f"at 2**31, so at most {MAX_INT32 // (rows * dim)} pages of this shape fit one "
             "pool: split it"
         )
-    if (kind == FLOAT8_KEYS) != (key_scales is not None):
+    if (kind in scaled) != (key_scales is not None):
         held = "None" if key_scales is None else "given"
         raise ValueError(
-            f"keys is {kind} and key_scales is {held}; {FLOAT8_KEYS} keys have a scale a token, "
-            "others have none"
+            f"keys is {kind} and key_scales is {held}; {' and '.join(scaled)} keys have a scale a "
+            "token, others have none"
         )
     if key_scales is not None:
         check_rank("key_scales", key_scales, "[N, P]")
         name = jnp.dtype(key_scales.dtype).name
-        if name != "float32" or key_scales.shape != keys.shape[:2]:
+        if name != "float32" or key_scales.shape != (num_pages, page_size):
             raise ValueError(
-                f"key_scales is {name} {key_scales.shape}; it must be float32 {keys.shape[:2]}, "
-                "one number a token"
+                f"key_scales is {name} {key_scales.shape}; it must be float32 "
+                f"{(num_pages, page_size)}, one number a token"
             )
 
 

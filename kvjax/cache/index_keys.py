@@ -4,12 +4,17 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from kvjax.cache.pages import put_rows
 from kvjax.cache.state import IndexPages, PagedKVCache
+from kvjax.pallas_kernels.lightning_indexer.float4 import (
+    FLOAT4_LARGEST,
+    float4_codes,
+    float4_values,
+)
 
-_LARGEST = 448.0  # float8_e4m3fn
+_LARGEST = 448.0  # of float8_e4m3fn
 _LEAST = 1e-4  # a key below it is stored as if this were its greatest element, as DeepGEMM does
 
 
@@ -17,17 +22,19 @@ class IndexKeys(NamedTuple):
     """Index keys of T tokens as a layer's pages hold them.
 
     Attributes:
-      keys: [T, Di], in the dtype of the pool.
-      scales: float32 [T], what float8 keys are multiplied by; else None.
+      keys: [T, Di], in the dtype of the pool; of 4 bits the codes, uint8 from 0 to 15.
+      scales: float32 [T], what keys of 8 or 4 bits are multiplied by; else None.
     """
 
-    keys: Float[Array, "T Di"]
+    keys: Float[Array, "T Di"] | UInt8[Array, "T Di"]
     scales: Float32[Array, " T"] | None
 
     @property
     def values(self) -> Float32[Array, "T Di"]:
         """What they stand for."""
-        keys = self.keys.astype(jnp.float32)
+        codes = self.keys.dtype == jnp.uint8
+        keys = float4_values(self.keys.astype(jnp.int32)) if codes else self.keys
+        keys = keys.astype(jnp.float32)
         return keys if self.scales is None else keys * self.scales[:, None]
 
 
@@ -35,7 +42,8 @@ def kept_index_keys(cache: PagedKVCache, layer: int, keys: Float[Array, "T Di"])
     """Round index keys to what the layer's pages hold.
 
     A float8 key has a scale of its own, a power of two, rounded up so that no element overflows
-    (DeepSeek-V3.2's ue8m0 scales of blocks of 128). A key that is not finite stays so.
+    (DeepSeek-V3.2's ue8m0 scales of blocks of 128); a float4 key's takes its greatest element to 6,
+    the greatest there is. A key that is not finite stays so.
 
     Args:
       cache: for what the layer keeps.
@@ -45,7 +53,11 @@ def kept_index_keys(cache: PagedKVCache, layer: int, keys: Float[Array, "T Di"])
     pages = _pages(cache, layer)
     if pages.scales is None:
         return IndexKeys(keys.astype(pages.keys.dtype), None)
-    greatest = jnp.maximum(jnp.max(jnp.abs(keys), axis=1), _LEAST) / _LARGEST
+    greatest = jnp.maximum(jnp.max(jnp.abs(keys), axis=1), _LEAST)
+    if pages.keys.dtype == jnp.uint8:
+        scales = jnp.where(jnp.isfinite(greatest), greatest / FLOAT4_LARGEST, jnp.nan)
+        return IndexKeys(float4_codes(keys / scales[:, None]), scales)
+    greatest /= _LARGEST
     part, exponent = jnp.frexp(greatest)
     scales = jnp.ldexp(jnp.float32(1), exponent - (part == 0.5).astype(exponent.dtype))
     scales = jnp.where(jnp.isfinite(greatest), scales, jnp.nan)
@@ -70,7 +82,17 @@ def write_index(
     scales = pages.scales
     if scales is not None and new.scales is not None:
         scales = scales.at[page, 0, offset].set(new.scales, mode="drop")
-    written = IndexPages(put_rows(pages.keys, new.keys[:, None], page, offset), scales)
+    rows, keys = pages.keys.shape[2], pages.keys
+    if keys.dtype != jnp.uint8:
+        keys = put_rows(keys, new.keys[:, None], page, offset)
+    else:
+        # Two tokens of a chunk may share a byte, so those of the low bits are written first.
+        for shift in (0, 4):
+            mine = offset // rows == shift // 4
+            at = jnp.where(mine, page, cache.num_pages), offset % rows
+            beside = keys.at[at[0], 0, at[1]].get(mode="clip") & (0xF0 >> shift)
+            keys = put_rows(keys, (beside | new.keys << shift)[:, None], *at)
+    written = IndexPages(keys, scales)
     return dataclasses.replace(
         cache, index_pages=(*cache.index_pages[:layer], written, *cache.index_pages[layer + 1 :])
     )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax.cache.state import IndexPages, PagedKVCache
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, plain
@@ -61,11 +61,11 @@ def write(
 
 
 def put_rows(
-    pool: Float[Array, "N Hkv P D"],
-    rows: Float[Array, "T Hkv D"],
+    pool: Shaped[Array, "N Hkv P D"],
+    rows: Shaped[Array, "T Hkv D"],
     page: Int32[Array, " T"],
     offset: Int32[Array, " T"],
-) -> Float[Array, "N Hkv P D"]:
+) -> Shaped[Array, "N Hkv P D"]:
     """Store rows in a pool of their dtype, in place.
 
     Args:
@@ -88,11 +88,11 @@ def scatter_copies(pool: Array) -> bool:
 
 
 def _put_blocks(
-    pool: Float[Array, "N Hkv P D"],
-    blocks: Float[Array, "n Hkv slots D"],
+    pool: Shaped[Array, "N Hkv P D"],
+    blocks: Shaped[Array, "n Hkv slots D"],
     page: Int32[Array, " n"],
     offset: Int32[Array, " n"],
-) -> Float[Array, "N Hkv P D"]:
+) -> Shaped[Array, "N Hkv P D"]:
     """Store one block after the other, in place; page N or more stores nothing.
 
     An update of a slice, of the pool seen as integers, moves the slice alone. It has no mode that

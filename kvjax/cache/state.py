@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt8
 
 from kvjax.errors import KvjaxError, PoolExhaustedError, check_integer
 from kvjax.formats import Format, empty_pages
 from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
-from kvjax.spec import KVSpec, LayerSpec
+from kvjax.spec import INDEX_FLOAT4, KVSpec, LayerSpec
 
 COUNTS, STARTS, SEQUENCES = 1, 2, 3
 """What was asked wrongly: tokens to reserve, starts in a chunk, sequences to fork; 0 is nothing."""
@@ -47,8 +47,8 @@ class Recent:
 class IndexPages:
     """One layer's index keys (DSA), in the pages of its latents: what tokens are chosen by."""
 
-    keys: Float[Array, "N 1 P Di"]
-    scales: Float32[Array, "N 1 P"] | None  # what a float8 key is multiplied by; else None
+    keys: Float[Array, "N 1 P Di"] | UInt8[Array, "N 1 half Di"]  # 4 bits: two tokens a byte
+    scales: Float32[Array, "N 1 P"] | None  # what keys of 8 or 4 bits are multiplied by; else None
 
 
 @jax.tree_util.register_dataclass
@@ -244,13 +244,13 @@ def _index_pages(
 ) -> IndexPages | None:
     if not layer.index_dim:
         return None
-    dtype = jnp.dtype(spec.index_dtype or spec.dtype)
-    return IndexPages(
-        keys=jnp.zeros((num_pages, 1, page_size, layer.index_dim), dtype),
-        scales=None
-        if spec.index_dtype is None
-        else jnp.zeros((num_pages, 1, page_size), jnp.float32),
-    )
+    float4 = spec.index_dtype == INDEX_FLOAT4
+    rows = page_size // 2 if float4 else page_size
+    dtype = jnp.dtype(jnp.uint8 if float4 else spec.index_dtype or spec.dtype)
+    keys = jnp.zeros((num_pages, 1, rows, layer.index_dim), dtype)
+    if spec.index_dtype is None:
+        return IndexPages(keys, None)
+    return IndexPages(keys, jnp.zeros((num_pages, 1, page_size), jnp.float32))
 
 
 def _sinks(format: Format, page_size: int, max_pages: int) -> int:
@@ -296,6 +296,11 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
             raise KvjaxError(
                 f"layer {index} is shared with layer {layer.shared}: a PagedKVCache holds layers "
                 f"that store their own keys and values, or latents"
+            )
+        if layer.index_dim and spec.index_dtype == INDEX_FLOAT4 and page_size % 2:
+            raise KvjaxError(
+                f"page_size is {page_size}: must be even, as two tokens share a byte of their "
+                f"index keys in {INDEX_FLOAT4}"
             )
         heads, *dims = layer.pool_dims
         elements = num_pages * page_size * heads * max(*dims, layer.index_dim)

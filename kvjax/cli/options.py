@@ -69,7 +69,7 @@ def cache_options(
     index_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of the keys that an indexer chooses tokens by (DeepSeek V3.2, GLM-5): fp8.",
+            help="Of the keys that an indexer chooses tokens by (DeepSeek V3.2, GLM-5): fp8, fp4.",
             rich_help_panel=_CACHE,
             show_default="the cache's",
         ),

@@ -16,7 +16,7 @@ from kvjax.formats import Format, abstract_pages
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels import PackedPages
 from kvjax.pallas_kernels.support import OPERATIONS, Implementation, supported
-from kvjax.spec import KVSpec, LayerSpec, pages_for
+from kvjax.spec import INDEX_FLOAT4, KVSpec, LayerSpec, pages_for
 
 SMALLEST_CHUNK = 16
 """Tokens of the smallest prefill chunk."""
@@ -190,12 +190,13 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
                 continue
             _, key_dim, value_dim = layer.pool_dims
             index = operation == "lightning_indexer"
+            halved = index and spec.index_dtype == INDEX_FLOAT4  # a row holds two tokens
             reason = supported(
                 operation,
                 cache.attention,
                 head_dim=layer.index_dim if index else key_dim,
                 v_head_dim=None if index else value_dim,
-                page_size=cache.page_size,
+                page_size=cache.page_size // 2 if halved else cache.page_size,
                 dtype="bfloat16" if index and spec.index_dtype else spec.dtype,
                 pools=_packed_pools(spec, cache, number) if "paged" in operation else (),
             )

@@ -14,17 +14,20 @@ being orthogonal it changes no product, so it is left to callers who want it.)
 from importlib import import_module
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from kvjax.pallas_kernels.lightning_indexer.tiles import query_tiles
 from kvjax.pallas_kernels.support import Implementation, choose
-from kvjax.pallas_kernels.validate_indexer import check_indexer
+from kvjax.pallas_kernels.validate_indexer import check_indexer, tokens_a_page
+
+IndexKeys = Float[Array, "N P Di"] | UInt8[Array, "N half Di"]
+"""A pool of index keys; of float4 ones a row holds two tokens."""
 
 
 def lightning_scores(
     q: Float[Array, "B Hi Di"],
     weights: Float32[Array, "B Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: IndexKeys,
     block_tables: Int32[Array, "B M"],
     lengths: Int32[Array, "B"],
     *,
@@ -41,12 +44,13 @@ def lightning_scores(
     Args:
         q: [B, Hi, Di], index queries, position encoding applied; float32, bfloat16 or float16.
         weights: float32 [B, Hi], of either sign.
-        keys: [N, P, Di], index keys; float32, bfloat16 or float16, or float8_e4m3fn with
-            `key_scales`. P from 8 to 128 tokens.
+        keys: [N, P, Di], index keys; float32, bfloat16 or float16, or, with `key_scales`,
+            float8_e4m3fn, or uint8 [N, P / 2, Di], float4_e2m1fn codes of token t in the low bits
+            of row t and of token P / 2 + t in its high bits. P from 8 to 128 tokens.
         block_tables: int32 [B, M], page ids; unused entries hold N (or anything else from 0 up).
         lengths: int32 [B], cached tokens a sequence.
         scale: factor of the scores; DeepSeek's is (Hi * Di) ** -0.5.
-        key_scales: float32 [N, P], what a token's float8 key is multiplied by; positive.
+        key_scales: float32 [N, P], what a token's float8 or float4 key is multiplied by; positive.
         implementation: None picks the Mosaic kernel on a TPU that can run it and XLA elsewhere;
             "reference", "xla", "tpu" or "gpu" insists.
 
@@ -61,7 +65,7 @@ def lightning_scores(
     scale = check_indexer(
         q, weights, keys, block_tables, scale=scale, key_scales=key_scales, lengths=lengths
     )
-    size, ends = keys.shape[1], jnp.asarray(lengths)
+    size, ends = tokens_a_page(keys), jnp.asarray(lengths)
     scores = _scores(
         implementation,
         (jnp.asarray(q)[:, None], jnp.asarray(weights)[:, None] * jnp.float32(scale)),
@@ -75,7 +79,7 @@ def lightning_scores(
 def ragged_lightning_scores(
     q: Float[Array, "T Hi Di"],
     weights: Float32[Array, "T Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: IndexKeys,
     block_tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, "B"],
     cu_q_lengths: Int32[Array, "B+1"],
@@ -93,12 +97,12 @@ def ragged_lightning_scores(
     Args:
         q: [T, Hi, Di], as in `lightning_scores`.
         weights: float32 [T, Hi], likewise.
-        keys: [N, P, Di], likewise.
+        keys: [N, P, Di] or uint8 [N, P / 2, Di], likewise.
         block_tables: int32 [B, M], page ids; unused entries hold N (or anything else from 0 up).
         kv_lengths: int32 [B], cached tokens a sequence, its queries' own included.
         cu_q_lengths: int32 [B + 1], where each sequence's queries start; 0 first, never falling.
         scale: factor of the scores.
-        key_scales: float32 [N, P], of float8 keys.
+        key_scales: float32 [N, P], of float8 and float4 keys.
         implementation: None, "reference", "xla", "tpu" or "gpu", as in `lightning_scores`.
 
     Returns:
@@ -128,7 +132,7 @@ def ragged_lightning_scores(
         ),
         (jnp.asarray(keys), key_scales),
         jnp.asarray(block_tables).at[tiles.sequences].get(mode="clip"),
-        -(-tiles.lengths // keys.shape[1]),
+        -(-tiles.lengths // tokens_a_page(keys)),
     )
     return _seen(scores.at[tiles.tile, tiles.row].get(mode="clip"), tiles.visible)
 
@@ -136,19 +140,19 @@ def ragged_lightning_scores(
 def _scores(
     implementation: Implementation | None,
     queries: tuple[Float[Array, "G R Hi Di"], Float32[Array, "G R Hi"]],
-    pool: tuple[Float[Array, "N P Di"], Float32[Array, "N P"] | None],
+    pool: tuple[IndexKeys, Float32[Array, "N P"] | None],
     tables: Int32[Array, "G M"],
     page_counts: Int32[Array, "G"],
 ) -> Float32[Array, "G R S"]:
     """Score all slots of the pages that each tile of queries looks at."""
     (q, weights), (keys, key_scales) = queries, pool
-    # The kernels read float8 as bytes, and so as what queries are.
+    # The kernels read float8 and float4 as bytes, and so as what queries are.
     kind = keys.dtype if key_scales is None else jnp.dtype(jnp.bfloat16)
     chosen = choose(
         "lightning_indexer",
         implementation,
         head_dim=keys.shape[2],
-        page_size=keys.shape[1],
+        page_size=keys.shape[1],  # rows, which is what a kernel's copies are made of
         dtype=kind,
     )
     # By name and only now: importing Pallas takes longer than importing JAX.

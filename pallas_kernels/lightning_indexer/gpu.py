@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from kvjax.pallas_kernels.lightning_indexer.float4 import float4_values
 from kvjax.pallas_kernels.lightning_indexer.rectify import rectified
 from kvjax.pallas_kernels.packed_bits import float8_values
 from kvjax.pallas_kernels.triton_walk import padded_block, product
+from kvjax.pallas_kernels.validate_indexer import tokens_a_page
 
 BLOCK_TOKENS = 32
 """Tokens that one program scores."""
@@ -25,7 +27,7 @@ BLOCK_TOKENS = 32
 def lightning_scores_gpu(
     q: Float[Array, "G R Hi Di"],
     weights: Float32[Array, "G R Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: Float[Array, "N P Di"] | UInt8[Array, "N half Di"],
     key_scales: Float32[Array, "N P"] | None,
     page_ids: Int32[Array, "G M"],
     page_counts: Int32[Array, "G"],
@@ -39,7 +41,7 @@ def lightning_scores_gpu(
     Args:
         q: [G, R, Hi, Di], tiles of queries that look at the same pages.
         weights: float32 [G, R, Hi], scaled.
-        keys: [N, P, Di].
+        keys: [N, P, Di], or float4 codes, uint8 [N, P / 2, Di].
         key_scales: float32 [N, P], or None.
         page_ids: int32 [G, M], all from 0 to N - 1.
         page_counts: int32 [G], entries of each table that count; what others score is anything.
@@ -49,7 +51,7 @@ def lightning_scores_gpu(
         float32 [G, R, M * P].
     """
     tiles, rows, _, _ = q.shape
-    slots = page_ids.shape[1] * keys.shape[1]
+    slots = page_ids.shape[1] * tokens_a_page(keys)
     scales = [] if key_scales is None else [key_scales]
     scores: Array = pl.pallas_call(
         _kernel,
@@ -69,7 +71,7 @@ def _kernel(
     tile = pl.program_id(0)
     slot = pl.program_id(1) * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
     _, rows, heads, dim = q_ref.shape
-    size = keys_ref.shape[1]
+    size, stored = tokens_a_page(keys_ref), keys_ref.shape[1]
     head = jnp.arange(padded_block(heads), dtype=jnp.int32)
     column = jnp.arange(padded_block(dim), dtype=jnp.int32)
     entry, place = lax.div(slot, jnp.int32(size)), lax.rem(slot, jnp.int32(size))
@@ -77,8 +79,12 @@ def _kernel(
     ids = plgpu.load(ids_ref.at[tile, entry], mask=exists, other=0)
     inside, held = column < dim, head < heads
     read = exists[:, None] & inside[None, :]
-    values = plgpu.load(keys_ref.at[ids[:, None], place[:, None], column[None, :]], mask=read)
-    if scales:  # 8-bit floats are taken as bytes, because not every GPU converts them
+    row = lax.rem(place, jnp.int32(stored))
+    values = plgpu.load(keys_ref.at[ids[:, None], row[:, None], column[None, :]], mask=read)
+    if values.dtype == jnp.uint8:
+        shift = 4 * lax.div(place, jnp.int32(stored))
+        values = float4_values((values.astype(jnp.int32) >> shift[:, None]) & 15)
+    elif scales:  # 8-bit floats are taken as bytes, because not every GPU converts them
         values = float8_values(lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32))
     values = jnp.where(read, values.astype(jnp.float32), 0.0)
     if scales:

@@ -2,15 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from kvjax.pallas_kernels.lightning_indexer.float4 import float4_page
 from kvjax.pallas_kernels.lightning_indexer.rectify import rectified
 
 
 def lightning_scores_reference(
     q: Float[Array, "G R Hi Di"],
     weights: Float32[Array, "G R Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: Float[Array, "N P Di"] | UInt8[Array, "N half Di"],
     key_scales: Float32[Array, "N P"] | None,
     page_ids: Int32[Array, "G M"],
     page_counts: Int32[Array, "G"],
@@ -22,7 +23,7 @@ def lightning_scores_reference(
     Args:
         q: [G, R, Hi, Di], tiles of queries that look at the same pages.
         weights: float32 [G, R, Hi], scaled.
-        keys: [N, P, Di].
+        keys: [N, P, Di], or float4 codes, uint8 [N, P / 2, Di].
         key_scales: float32 [N, P], or None.
         page_ids: int32 [G, M], all from 0 to N - 1.
         page_counts: int32 [G], not needed here.
@@ -31,6 +32,8 @@ def lightning_scores_reference(
         float32 [G, R, M * P].
     """
     tokens = (page_ids.shape[0], -1)
+    if keys.dtype == jnp.uint8:
+        keys = float4_page(keys.astype(jnp.int32), axis=1)
     held = keys[page_ids].astype(jnp.float32).reshape(*tokens, keys.shape[2])
     if key_scales is not None:
         held *= key_scales[page_ids].reshape(tokens)[..., None]

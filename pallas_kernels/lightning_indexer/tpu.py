@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from kvjax.pallas_kernels.lightning_indexer.float4 import float4_page
 from kvjax.pallas_kernels.lightning_indexer.rectify import rectified
 from kvjax.pallas_kernels.mosaic.work import SCALAR_WORDS
 from kvjax.pallas_kernels.packed_bits import float8_values
 from kvjax.pallas_kernels.page_walk import padded_tables
+from kvjax.pallas_kernels.validate_indexer import tokens_a_page
 
 BLOCK_TOKENS = 512
 """Tokens scored together, a lane each; more where pages make no whole vectors of lanes of it."""
@@ -25,7 +27,7 @@ LANES, SUBLANES = 128, 8
 def lightning_scores_tpu(
     q: Float[Array, "G R Hi Di"],
     weights: Float32[Array, "G R Hi"],
-    keys: Float[Array, "N P Di"],
+    keys: Float[Array, "N P Di"] | UInt8[Array, "N half Di"],
     key_scales: Float32[Array, "N P"] | None,
     page_ids: Int32[Array, "G M"],
     page_counts: Int32[Array, "G"],
@@ -35,15 +37,15 @@ def lightning_scores_tpu(
     """Score the slots of each tile's pages.
 
     The keys stay in HBM; a page is one copy, read once for all queries of a tile, and one block of
-    pages is scored while the next arrives. Float8 keys are multiplied as bfloat16, which holds them
-    exactly, where queries are bfloat16. Their scales are rows too small to copy one by one: XLA
-    gathers those of the tables. Keys of fewer than 128 elements need the layout of
+    pages is scored while the next arrives. Float8 and float4 keys are multiplied as bfloat16, which
+    holds them exactly, where queries are bfloat16. Their scales are rows too small to copy one by
+    one: XLA gathers those of the tables. Keys of fewer than 128 elements need the layout of
     `pallas_kernels.mosaic.layout`, or XLA copies them before the kernel.
 
     Args:
         q: [G, R, Hi, Di], tiles of queries that look at the same pages.
         weights: float32 [G, R, Hi], scaled.
-        keys: [N, P, Di].
+        keys: [N, P, Di], or float4 codes, uint8 [N, P / 2, Di].
         key_scales: float32 [N, P], or None.
         page_ids: int32 [G, M], all from 0 to N - 1.
         page_counts: int32 [G], entries of each table that count; what others score is anything.
@@ -56,7 +58,7 @@ def lightning_scores_tpu(
         ValueError: not even one row of the tables fits a TPU's scalar memory.
     """
     tiles, rows, heads, dim = q.shape
-    size, width = keys.shape[1], page_ids.shape[1]
+    size, width = tokens_a_page(keys), page_ids.shape[1]
     least = LANES // math.gcd(size, LANES)  # pages whose tokens fill whole vectors of lanes
     pages = least * max(1, BLOCK_TOKENS // (least * size))
     tables = padded_tables(page_ids, pages)
@@ -99,7 +101,7 @@ def _score_tiles(
 ) -> Float32[Array, "G R slots"]:
     """Score some tiles: `by_tile` are queries, weights and, of float8 keys, scales."""
     tiles, entries = tables.shape
-    columns, (_, size, dim) = entries // pages, keys.shape
+    columns, size, (_, held, dim) = entries // pages, tokens_a_page(keys), keys.shape
 
     def whole(array: Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, *array.shape[1:]), lambda tile, column, *_: (tile, 0, 0))
@@ -117,7 +119,7 @@ def _score_tiles(
             in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=slots(rows),
             scratch_shapes=[
-                pltpu.VMEM((2, pages, size, dim), keys.dtype),
+                pltpu.VMEM((2, pages, held, dim), keys.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -171,7 +173,9 @@ def _body(
     def _() -> None:
         held, q, weights = buffer[lax.rem(step, 2)], q_ref[0], weights_ref[0]
         exact = q.dtype == jnp.bfloat16 and held.dtype != jnp.float32
-        if held.dtype == jnp.float8_e4m3fn:
+        if held.dtype == jnp.uint8:
+            values = float4_page(held.astype(jnp.int32), axis=1)
+        elif held.dtype == jnp.float8_e4m3fn:
             values = float8_values(lax.bitcast_convert_type(held, jnp.uint8).astype(jnp.int32))
         else:
             values = held.astype(jnp.float32)

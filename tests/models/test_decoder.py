@@ -18,7 +18,7 @@ from kvjax.models import (
     random_checkpoint,
     read_safetensors,
 )
-from kvjax.models.linear import activate, project
+from kvjax.models.linear import activate, project, project_heads
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
 FAMILIES = sorted(path.name for path in DATA.iterdir())
@@ -142,6 +142,20 @@ def test_project_is_a_matrix_product_for_any_number_of_rows(rows, dtype):
     assert got.shape == (*rows, 7)
     assert got.dtype == jnp.float32
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(got, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 48])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_project_heads_multiplies_each_head_by_its_matrix(rows, dtype):
+    """Also in bfloat16 on a CPU, whose products of batches XLA refuses once the program runs."""
+    generator = np.random.default_rng(0)
+    x = jnp.asarray(generator.standard_normal((rows, 4, 8)), dtype)
+    weight = jnp.asarray(generator.standard_normal((4, 8, 16)), dtype)
+    multiply = jax.jit(lambda x, weight: project_heads("thn,hnr->thr", x, weight))
+    got = multiply(x.astype(jnp.float32), weight)
+    assert got.dtype == jnp.float32
+    exact = np.einsum("thn,hnr->thr", np.asarray(x, np.float64), np.asarray(weight, np.float64))
     np.testing.assert_allclose(got, exact, atol=1e-5)
 
 

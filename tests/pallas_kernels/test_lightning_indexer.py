@@ -14,12 +14,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from kvjax.pallas_kernels import lightning_scores, ragged_lightning_scores, top_tokens
 from kvjax.pallas_kernels.lightning_indexer import tiles, tpu
 from kvjax.pallas_kernels.lightning_indexer import xla as in_xla
+from kvjax.pallas_kernels.lightning_indexer.float4 import float4_codes, float4_values
 from kvjax.pallas_kernels.mosaic.layout import pool_format
 from tests.pallas_kernels.conformance import POISON, TOLERANCE
 from tests.pallas_kernels.races import WATCHED, assert_no_race
 
 IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
-FLOAT8 = "float8_e4m3fn"
+FLOAT8, FLOAT4 = "float8_e4m3fn", "float4_e2m1fn"
+MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+LEVELS = np.asarray([*MAGNITUDES, *(-one for one in MAGNITUDES)])  # of float4_e2m1fn
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -38,8 +41,10 @@ CASES = (
     Case(False, 16, 5, 64, "bfloat16", "bfloat16"),
     Case(True, 8, 3, 128, FLOAT8, long=70),
     Case(True, 32, 2, 64, "float32"),
+    Case(True, 16, 3, 128, FLOAT4, "bfloat16", long=70),
 )
 XLA_CASES = (Case(False, 12, 64, 24, "float16", "float16"), Case(False, 17, 1, 80, FLOAT8))
+XLA_CASES += (Case(False, 24, 2, 24, FLOAT4),)
 EACH = [(name, case) for case in CASES for name in IMPLEMENTATIONS]
 EACH += [(name, case) for case in XLA_CASES for name in ("reference", "xla")]
 
@@ -75,10 +80,15 @@ def build(case, seed=0):
         arrays = {
             "q": jnp.asarray(rng.normal(size=(len(sees), case.heads, case.dim)), case.q),
             "weights": jnp.asarray(rng.normal(size=(len(sees), case.heads)), jnp.float32),
-            "keys": jnp.asarray(keys, jnp.float32).astype(case.keys),
             "block_tables": jnp.asarray(tables, jnp.int32),
         }
-    if case.keys == FLOAT8:
+        if case.keys == FLOAT4:
+            codes = rng.integers(0, 16, keys.shape)
+            low, high = np.split(codes, 2, axis=1)
+            arrays["keys"] = jnp.asarray(low | high << 4, jnp.uint8)
+        else:
+            arrays["keys"] = jnp.asarray(keys, jnp.float32).astype(case.keys)
+    if case.keys in (FLOAT8, FLOAT4):
         arrays["key_scales"] = jnp.asarray(scales, jnp.float32)
     lengths = jnp.asarray(lengths, jnp.int32)
     if case.ragged:
@@ -89,7 +99,11 @@ def build(case, seed=0):
 
 def expected(arrays, sees, scale):
     """In float64, one query after the other."""
-    q, weights, keys = (np.asarray(arrays[name], np.float64) for name in ("q", "weights", "keys"))
+    q, weights = (np.asarray(arrays[name], np.float64) for name in ("q", "weights"))
+    keys = np.asarray(arrays["keys"])
+    if keys.dtype == np.uint8:
+        keys = LEVELS[np.concatenate([keys & 15, keys >> 4], axis=1)]
+    keys = keys.astype(np.float64)
     if "key_scales" in arrays:
         with np.errstate(invalid="ignore"):
             keys = keys * np.asarray(arrays["key_scales"], np.float64)[..., None]
@@ -159,6 +173,17 @@ def test_damage_is_seen_in_its_own_token_and_query_and_nowhere_else(implementati
     assert hit.sum() > tokens
     assert np.isnan(scores[hit]).all()
     np.testing.assert_allclose(scores[~hit], wanted[~hit], 1e-5, 1e-5)
+
+
+def test_float4_codes_are_of_the_nearest_numbers():
+    values = np.random.default_rng(0).uniform(-6, 6, 3000).astype(np.float32)
+    values[:16] = LEVELS
+    codes = np.asarray(float4_codes(jnp.asarray(values)))
+    held = np.asarray(float4_values(jnp.asarray(codes, jnp.int32)))
+    np.testing.assert_array_equal(held, LEVELS[codes])
+    np.testing.assert_array_equal(held[:16], values[:16])
+    nearest = np.abs(values[:, None] - LEVELS).min(axis=1)
+    np.testing.assert_allclose(np.abs(held - values), nearest, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -267,13 +292,15 @@ HEADS, DIM, CONTEXT = 64, 128, 131_072  # of DeepSeek-V3.2
 def released(ragged, keys, page_size, array, pool):
     """A call's arguments by name: 8 contexts of 128k tokens fill the pool."""
     rows, width = 4 + 60 * ragged, CONTEXT // page_size
+    float4 = keys == FLOAT4
+    stored, kind = (page_size // 2, jnp.uint8) if float4 else (page_size, jnp.dtype(keys))
     arguments = {
         "q": array((rows, HEADS, DIM), jnp.bfloat16),
         "weights": array((rows, HEADS), jnp.float32),
-        "keys": pool((8 * width, page_size, DIM), jnp.dtype(keys)),
+        "keys": pool((8 * width, stored, DIM), kind),
         "block_tables": array((4, width), jnp.int32),
     }
-    if keys == FLOAT8:
+    if keys in (FLOAT8, FLOAT4):
         arguments["key_scales"] = array((8 * width, page_size), jnp.float32)
     if ragged:
         ends = {"kv_lengths": array((4,), jnp.int32), "cu_q_lengths": array((5,), jnp.int32)}
@@ -288,6 +315,7 @@ def released(ragged, keys, page_size, array, pool):
         ("v5e:2x2", True, "bfloat16", 64),
         ("v6e:2x4", False, "bfloat16", 16),
         ("v5p:2x2x1", True, FLOAT8, 128),
+        ("v5e:2x2", False, FLOAT4, 64),
     ],
     ids=str,
 )
@@ -310,7 +338,7 @@ def test_compiles_for_a_tpu_without_a_copy_of_the_pool(device, topology, ragged,
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("keys", [FLOAT8, "bfloat16"])
+@pytest.mark.parametrize("keys", [FLOAT8, FLOAT4, "bfloat16"])
 def test_lowers_for_cuda(keys):
     arguments = released(True, keys, 64, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct)
     function = functools.partial(ragged_lightning_scores, scale=0.01, implementation="gpu")
@@ -322,7 +350,7 @@ def test_lowers_for_cuda(keys):
 
 def test_xla_copies_no_pool():
     """Neither a missing axis nor float8 makes XLA take the whole pool through another array."""
-    for keys in (FLOAT8, "bfloat16"):
+    for keys in (FLOAT8, FLOAT4, "bfloat16"):
         arguments = released(False, keys, 64, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct)
         function = functools.partial(lightning_scores, scale=0.01, implementation="xla")
         level = {"xla_backend_optimization_level": 1}

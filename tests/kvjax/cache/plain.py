@@ -30,7 +30,10 @@ def poisoned(cache):
         cache,
         k_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.k_pages),
         v_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.v_pages),
-        index_pages=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.index_pages),
+        index_pages=jax.tree.map(
+            lambda pool: jnp.full_like(pool, 255 if pool.dtype == jnp.uint8 else jnp.nan),
+            cache.index_pages,
+        ),
     )
 
 
