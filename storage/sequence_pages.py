@@ -20,7 +20,12 @@ class _Row:
     def __init__(self, layers: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.first = 0
         self.reader: Reader | None = None
-        self.layers = [np.zeros(shape, dtype) for _ in range(layers)]  # [2, Hkv, n, P, D]
+        self.hold(np.zeros((layers, *shape), dtype))
+
+    def hold(self, pages: NDArray[Any]) -> None:
+        """Have these pages [L, 2, Hkv, n, P, D] in memory, and no others."""
+        self.pages = pages
+        self.layers = list(pages)
 
 
 class SequencePages:
@@ -76,12 +81,15 @@ class SequencePages:
         Args:
           layer: 0 to layers - 1.
           row: 0 to B - 1.
-          keys: [n, Hkv, P, D]; what is past a sequence's last full page is never read.
+          keys: [n, Hkv, P, D]; what is past a sequence's last full page is never read, what a
+            reader has is left out.
           values: as keys.
         """
+        held = self._rows[row]
         try:
             for kind, pages in enumerate((keys, values)):
-                self._rows[row].layers[layer][kind, :, : len(pages)] = pages.swapaxes(0, 1)
+                own = pages[held.first :]
+                held.layers[layer][kind, :, : len(own)] = own.swapaxes(0, 1)
         except Exception as error:  # noqa: BLE001  a callback must not raise; the boundary does
             self.failures.setdefault(row, error)
 
@@ -93,15 +101,16 @@ class SequencePages:
           count: how many first pages, the stored ones included.
 
         Returns:
-          [L, n, Hkv, P, D] each, of all layers.
+          [L, n, Hkv, P, D] each, of all layers: the pages themselves, no copy.
         """
         held = self._rows[row]
-        both = np.stack([layer[:, :, : count - held.first] for layer in held.layers], axis=1)
-        keys, values = both.swapaxes(2, 3)
-        return keys, values
+        both = held.pages[:, :, :, : count - held.first].swapaxes(2, 3)
+        return both[:, 0], both[:, 1]
 
     def read_from(self, row: int, reader: Reader, count: int) -> None:
         """Read a sequence's first pages through a reader from now on, and let go of them here.
+
+        Where that is known before they are computed, they never come here.
 
         Args:
           row: 0 to B - 1, none of whose pages is stored.
@@ -110,7 +119,7 @@ class SequencePages:
         """
         held = self._rows[row]
         held.first, held.reader = count, reader
-        held.layers = [np.ascontiguousarray(array[:, :, count:]) for array in held.layers]
+        held.hold(np.ascontiguousarray(held.pages[:, :, :, count:]))
 
     def append(self, layer: int, page: Ids, keys: NDArray[Any], values: NDArray[Any]) -> None:
         """Write the page that each sequence has filled.

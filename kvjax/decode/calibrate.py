@@ -23,6 +23,7 @@ from kvjax.decode.calibration import Calibration, Trial, centroids_of, with_cent
 from kvjax.decode.calls import Progress, cache_spec
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
+from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.decode.told import Told, kl_divergence, told
@@ -90,6 +91,7 @@ def calibrate(
             "cache has no select or no place: what is calibrated is how selected pages are found "
             "and fetched; give CacheConfig(select=kvjax.Select(), place=kvjax.Place())"
         )
+    check_layers(model, stored=cache.place.store is not None)
     ids = inputs.prompt_list(model, prompts)
     _check_prompts(ids, steps, cache.page_size)
     _check_memory(model, ids, cache)
@@ -181,9 +183,10 @@ class _Run:
         """As many slots as the window has, where they save most."""
         shapes, steps = self.shapes(cache), len(self.given[0])
         layers, heads = len(shapes.slots), len(shapes.slots[0])
-        a_page = shapes.spec.bytes_per_page(shapes.page_size) // (layers * heads)
+        a_page = selecting(shapes.spec).bytes_per_page(shapes.page_size) // (layers * heads)
         profile = profile_windows(self.model, self.prompts, cache, new_tokens=steps + 1)
         device_bytes = a_page * sum(map(sum, shapes.slots))
+        device_bytes += ring_bytes(shapes.spec, shapes.page_size)
         return plan_windows(profile, self.model, cache, device_bytes=device_bytes)
 
     def micro_batches(self, cache: CacheConfig, rows: int) -> Iterator[Trial]:
@@ -208,7 +211,7 @@ def evaluate_seconds(shapes: TieredShapes, slots: int) -> float:
       shapes: of the program whose steps are meant.
       slots: of every KV head, in its place.
     """
-    layer = shapes.spec.layers[0]
+    layer = shapes.spec.layers[shapes.selecting[0]]
     near = nothing_near(shapes.batch, layer.kv_heads, pages=shapes.pages, slots=slots)
     rng = np.random.default_rng(0)
     mass = rng.random((shapes.batch, layer.kv_heads, shapes.pages), np.float32)
@@ -219,7 +222,7 @@ def evaluate_seconds(shapes: TieredShapes, slots: int) -> float:
     for _ in range(_EVALUATIONS):
         near = program(near, *given)
     jax.block_until_ready(near)
-    return (time.perf_counter() - began) / _EVALUATIONS * len(shapes.spec.layers)
+    return (time.perf_counter() - began) / _EVALUATIONS * len(shapes.selecting)
 
 
 def _evaluate(
@@ -300,7 +303,9 @@ def _check_memory(model: Model, ids: list[list[int]], cache: CacheConfig) -> Non
       KvjaxError: it has not.
     """
     tokens = sum(pages_for(len(row), cache.page_size) for row in ids) * cache.page_size
-    needed = tokens * cache_spec(model, cache, over_tiers=True).bytes_per_token
+    spec = cache_spec(model, cache, over_tiers=True)
+    stored = cache.place is not None and cache.place.store is not None
+    needed = tokens * (spec if stored else selecting(spec)).bytes_per_token
     free = psutil.virtual_memory().available
     if needed > free:
         raise KvjaxError(

@@ -1,7 +1,5 @@
 """Pages of generated tokens in a page store, for prompts that go on where the answer ended."""
 
-import numpy as np
-
 from kvjax.decode.open_prefixes import PREFILL_S
 from kvjax.decode.prefilled_pages import PrefilledPages
 from kvjax.decode.prefixes import PrefixCache
@@ -59,13 +57,13 @@ class KeptAnswers:
         if chosen < total:
             self.failure = f"steps read {chosen} of {total} pages"
             return
-        keys, values = pages.in_memory(row, total)
-        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+        seconds = _prefill_seconds(match, len(tokens))
+        prefilled = PrefilledPages(*pages.in_memory(row, total), seconds)
+        if not prefilled.finite:
             self.failure = f"keys or values of {model.name} are not finite"
             return
-        seconds = _prefill_seconds(match, len(tokens))
         try:
-            self._prefixes.put(model, tokens, PrefilledPages(keys, values, seconds), after=match)
+            self._prefixes.put(model, tokens, prefilled, after=match)
         except OSError as error:  # of the store, in all its kinds
             self.failure = str(error)
         else:

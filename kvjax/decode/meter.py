@@ -12,6 +12,7 @@ from kvjax.decode.inputs import empty_cache
 from kvjax.decode.program import Compiled, compilations, compiled
 from kvjax.decode.results import PrefixStats, Stats, TierStats
 from kvjax.decode.shapes import Shapes
+from kvjax.decode.tiered_layers import selecting
 from kvjax.decode.tiered_packed import page_shape
 from kvjax.decode.tiered_state import TieredShapes
 
@@ -65,8 +66,10 @@ class Meter:
             assert tiers is not None
             cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
             if shapes.format is not None:
-                pages = 2 * sum(layer.kv_heads for layer in shapes.spec.layers)
-                token_bytes = pages * math.prod(page_shape(shapes)[0]) / shapes.page_size
+                packed = selecting(shapes.spec)
+                pages = 2 * sum(layer.kv_heads for layer in packed.layers)
+                token_bytes -= packed.bytes_per_token
+                token_bytes += pages * math.prod(page_shape(shapes)[0]) / shapes.page_size
         else:
             cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
             if shapes.format is not None:

@@ -22,6 +22,12 @@ class PrefilledPages(NamedTuple):
     values: Float[np.ndarray, "L N Hkv P D"]
     seconds: float  # that prefilling took, compilation excluded
 
+    @property
+    def finite(self) -> bool:
+        """Whether no key or value is NaN or infinite; asked a layer at a time, to save memory."""
+        both = (layer for pages in (self.keys, self.values) for layer in pages)
+        return all(bool(np.isfinite(layer).all()) for layer in both)
+
 
 def prefilled_pages(
     model: Model, ids: list[int], cache: CacheConfig, prefill_chunk: int, progress: Progress
@@ -58,12 +64,13 @@ def prefilled_pages(
         np.stack([np.asarray(pool)[table] for pool in pools])
         for pools in (stored.k_pages, stored.v_pages)
     )
-    if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+    pages = PrefilledPages(keys, values, seconds)
+    if not pages.finite:
         raise KvjaxError(
             f"keys or values of {model.name} are not finite in {spec.dtype} and cannot be stored: "
             f"try CacheConfig(dtype='float32'), and load the model with dtype='float32'"
         )
-    return PrefilledPages(keys, values, seconds)
+    return pages
 
 
 def check_layers(model: Model) -> None:

@@ -18,6 +18,7 @@ from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE
 from kvjax.decode.results import TierStats
 from kvjax.decode.step import DecodeState, Rules, draw, start
+from kvjax.decode.tiered_layers import selecting
 from kvjax.decode.tiered_packed import page_shape
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_prefill import prefill_row
@@ -57,8 +58,8 @@ class TieredCall:
         self._pages: SequencePages | None = None
         self._store: PromptStore | None = None
         if cache.place is not None and cache.place.store is not None:
-            tokens = sum(len(row) for row in ids)
-            self._store = PromptStore(cache, most=tokens * self.shapes.spec.bytes_per_token)
+            most = sum(len(row) for row in ids) * selecting(self.shapes.spec).bytes_per_token
+            self._store = PromptStore(cache, most=most, layers=self.shapes.leaving)
 
     @contextlib.contextmanager
     def prefilled(
@@ -75,8 +76,8 @@ class TieredCall:
           rules: for the rows' limits.
           meter: of the call.
           progress: called with "prefill" and how much of it is done.
-          limits: int32 [L, Hkv], slots that each head may use, the open page's included: at least
-            K + 1, at most what `shapes` has. None is all.
+          limits: int32 [L, Hkv], slots that each head of the layers that choose pages may use, the
+            open page's included: at least K + 1, at most what `shapes` has. None is all.
         """
         shapes, model = self.shapes, self._model
         with contextlib.ExitStack() as during:
@@ -92,6 +93,8 @@ class TieredCall:
             state = dataclasses.replace(state, cache=cache)
             for row, ids in enumerate(self._ids):
                 progress("prefill", row / len(self._ids))
+                if self._store is not None and self._pages is not None:
+                    self._store.find(model, ids, row, self._pages, during)
                 tokens = np.zeros(shapes.tokens, np.int32)
                 tokens[: len(ids)] = ids
                 given = (
@@ -194,8 +197,8 @@ def _elsewhere(shapes: TieredShapes) -> SequencePages:
     shape, dtype = page_shape(shapes)
     return SequencePages(
         rows=shapes.batch,
-        layers=len(shapes.spec.layers),
-        heads=shapes.spec.layers[0].kv_heads,
+        layers=len(shapes.leaving),
+        heads=shapes.spec.layers[shapes.leaving[0]].kv_heads,
         pages=shapes.pages,
         page_shape=shape,
         dtype=np.dtype(jnp.dtype(dtype)),

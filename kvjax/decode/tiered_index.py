@@ -21,13 +21,14 @@ def index_for(select: Select, config: ModelConfig) -> PageIndex:
 
     Args:
       select: names it.
-      config: the model's. If its layers rotate differently, or keys of latents only in part, they
-        are taken as they are.
+      config: the model's. If the layers that choose rotate differently, or keys of latents only in
+        part, they are taken as they are.
     """
     index = select.index()
     if any(layer.latent is not None for layer in config.layers):
         return index
-    rotations = {(tuple(r.tolist()), s) for r, s in map(frequencies, config.layers)}
+    choosing = (layer for layer in config.layers if layer.window is None)
+    rotations = {(tuple(r.tolist()), s) for r, s in map(frequencies, choosing)}
     if select.by != "low-rank" or not isinstance(index, LowRank) or len(rotations) > 1:
         return index
     (radians, sharpen), *_ = rotations

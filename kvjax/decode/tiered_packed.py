@@ -21,9 +21,9 @@ def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
     """
     spec = shapes.spec
     if shapes.format is None:
-        return (shapes.page_size, spec.layers[0].head_dim), spec.dtype
+        return (shapes.page_size, spec.layers[shapes.leaving[0]].head_dim), spec.dtype
     most = 0
-    for index in range(len(spec.layers)):
+    for index in shapes.leaving:
         parts = _parts(shapes, index)
         most = max(most, sum(_packed_bytes(packing, shapes, dim) for packing, dim in parts))
     return (shapes.page_size, -(-most // (2 * shapes.page_size))), "uint8"
@@ -132,7 +132,7 @@ def _parts(
 @functools.lru_cache(maxsize=64)
 def _packed_bytes(packing: PagePacking, shapes: TieredShapes, dim: int) -> int:
     """Bytes that one KV head's page is kept in."""
-    heads = shapes.spec.layers[0].kv_heads
+    heads = shapes.spec.layers[shapes.leaving[0]].kv_heads
     packed = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
     leaves = jax.tree.leaves(packed)
     return sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)

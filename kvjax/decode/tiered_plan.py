@@ -1,5 +1,6 @@
 """Shapes of tiered programs: how many pages a step reads, and how many stay near."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from kvjax.config import CacheConfig
@@ -7,6 +8,7 @@ from kvjax.decode.calls import cache_spec
 from kvjax.decode.prefix_config import check_codec
 from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
 from kvjax.decode.tiered_index import index_for
+from kvjax.decode.tiered_layers import check_layers, selecting, selecting_layers
 from kvjax.decode.tiered_slots import slots_by_head
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
@@ -34,7 +36,8 @@ def tiered_plan(
     select, place = cache.select, cache.place
     assert select is not None
     _check_context(model, lengths, new_tokens)
-    check_layers(model)
+    stored = place is not None and place.store is not None
+    check_layers(model, stored=stored)
     if place is not None:
         check_codec(place.codec, cache_spec(model, cache).dtype)
     size, spec = cache.page_size, cache_spec(model, cache, over_tiers=True)
@@ -42,13 +45,16 @@ def tiered_plan(
     page_format = cache.page_format
     if page_format is not None:
         page_format.check(spec, size)
+        # Layers with a sliding window send nothing away, so that they pack nothing.
+        page_format = dataclasses.replace(page_format, skip_windows=True)
         _check_format(page_format, spec)
     choice = select.choice()
     least = choice.first + choice.last
     tokens = half_step(pages_for(max(lengths), size)) * size
     longest = max(pages_for(n + max(new_tokens - 1, 0), size) for n in lengths)
     pages = max(half_step(longest), tokens // size, least)
-    counts = _counts(select, choice, lengths, new_tokens, spec.bytes_per_page(size), size)
+    page_bytes = selecting(spec).bytes_per_page(size)
+    counts = _counts(select, choice, lengths, new_tokens, page_bytes, size)
     # Programs have room for more than is chosen, so that few serve all budgets; slots do not.
     room = min(max(half_step(max(counts)), least), pages)
     batch = power_of_two(len(lengths))
@@ -65,7 +71,7 @@ def tiered_plan(
             slots=slots,
             output=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
             fetches=place is not None,
-            stored=place is not None and place.store is not None,
+            stored=stored,
             keeps=window.times > 0,
             evict=window.evict,
             observe=1 if place is None else place.observe,
@@ -93,7 +99,7 @@ def _check_format(page_format: Format, spec: KVSpec) -> None:
     Raises:
       KvjaxError: it says such a thing.
     """
-    if any(page_format.layer(spec, layer) is None for layer in range(len(spec.layers))):
+    if any(page_format.layer(spec, layer) is None for layer in selecting_layers(spec)):
         raise KvjaxError(
             f"format.skip_layers is {page_format.skip_layers} and select is given: all layers' "
             f"pages leave in the same bytes; skip none, or leave out select"
@@ -123,17 +129,3 @@ def _counts(
         budget.pages(total, page_size=page_size, page_bytes=page_bytes, least=least)
         for total in totals
     ]
-
-
-def check_layers(model: Model) -> None:
-    """Refuse a model whose layers do not all see the whole context, or differ in shape.
-
-    Raises:
-      KvjaxError: they do not.
-    """
-    shapes = {(x.num_kv_heads, x.head_dim, x.window) for x in model.config.layers}
-    if len(shapes) > 1 or any(window is not None for _, _, window in shapes):
-        raise KvjaxError(
-            f"{model.name} has sliding-window layers or layers of different shapes: pages cannot "
-            f"be selected in them; leave out select"
-        )

@@ -1,7 +1,8 @@
 """Prefill layer by layer: the device holds the pages of one layer at a time.
 
 What a layer leaves behind on the device is its index and the pages that the prompt's last tokens
-attend to most (KVDrive, arXiv:2605.18071); all its pages go where they live.
+attend to most (KVDrive, arXiv:2605.18071); all its pages go where they live. A layer with a sliding
+window leaves its last pages.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_packed import as_bytes, as_kept
 from kvjax.decode.tiered_sinks import of_prompt
+from kvjax.decode.tiered_sliding import keep_last
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
 from kvjax.models import Decoder, ModelConfig
 from kvjax.pallas_kernels import ragged_paged_attention
@@ -69,10 +71,17 @@ def prefill_row(
             length[None],
             cu,
             scale=decoder.config.scale(layer),
+            window=decoder.config.layers[layer].window,
             soft_cap=decoder.config.attn_soft_cap,
             implementation=shapes.attention,
         ).out
         written = cache.written
+        if layer not in shapes.selecting:
+            if shapes.fetches and layer in shapes.leaving:
+                at = shapes.leaving.index(layer)
+                written = put_prompt(cache.handle, written, at, row, keys, values)
+            cache = keep_last(shapes, cache, layer, row, length, keys, values)
+            return out, dataclasses.replace(cache, written=written)
         near_keys, near_values = keys, values
         if shapes.format is not None:
             pages = jnp.arange(held, dtype=jnp.int32)
@@ -80,9 +89,9 @@ def prefill_row(
             near_keys, near_values = as_kept(shapes, layer, keys, values, pages, pages < full, kept)
         if shapes.fetches:
             sent = (keys, values) if shapes.format is None else kept
-            written = put_prompt(cache.handle, written, layer, row, *sent)
+            written = put_prompt(cache.handle, written, shapes.leaving.index(layer), row, *sent)
         observed = q.at[last].get(mode="clip"), last < length
-        limits = cache.limits[layer]
+        limits = cache.limits[shapes.place(layer)]
         ids, mass = _first_pages(shapes, decoder.config, layer, keys, *observed, length, limits)
         near, slots = _first_near(shapes, layer, ids, mass)
         to = slot_rows(shapes, layer, slots[None], row[None])[0]

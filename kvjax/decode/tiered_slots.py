@@ -5,6 +5,7 @@ import os
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.identity import fingerprint
+from kvjax.decode.tiered_layers import ring_bytes, selecting
 from kvjax.decode.tiered_state import sink_pages
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
@@ -17,13 +18,13 @@ Slots = tuple[tuple[int, ...], ...]
 def slots_by_head(
     model: Model, spec: KVSpec, cache: CacheConfig, *, count: int, pages: int, batch: int
 ) -> Slots:
-    """Slots of a row for every layer and KV head, the open page's included.
+    """Slots of a row for every layer that chooses pages and KV head, the open page's included.
 
     A head has those that the window says, at least K + 1, at most as many as a row has pages.
 
     Args:
       model: what runs.
-      spec: what the cache stores, of layers that are all alike.
+      spec: what the cache stores; the layers that choose pages are all alike.
       cache: the caller's.
       count: K, the most pages that a row chooses in a step.
       pages: N, most pages of a row.
@@ -34,13 +35,15 @@ def slots_by_head(
         `device_bytes` have no room for them or for a step, or a pool would be larger than programs
         can index.
     """
-    layers, heads = len(spec.layers), spec.layers[0].kv_heads
+    chosen_from = selecting(spec)
+    layers, heads = len(chosen_from.layers), chosen_from.layers[0].kv_heads
     place, window = cache.place, cache.window or Window()
     given = None if place is None else place.device_bytes
     size = cache.page_size
-    a_page = batch * spec.bytes_per_page(size) // (layers * heads)  # of one head
+    a_page = batch * chosen_from.bytes_per_page(size) // (layers * heads)  # of one head
     kept = 0 if cache.page_format is None else sink_pages(cache.page_format, size, pages)
-    others = a_page * layers * heads * kept  # of the first pages, which have no slots
+    # Of the first pages and of sliding windows, which have no slots.
+    others = a_page * layers * heads * kept + batch * ring_bytes(spec, size, pages)
     if place is not None and window.plan is not None:
         plan = _loaded(window.plan, model, size, (layers, heads))
         slots = tuple(tuple(min(max(n, count) + 1, pages) for n in row) for row in plan.slots)
@@ -58,7 +61,7 @@ def slots_by_head(
             )
         slots = ((equal,) * heads,) * layers
     widest = max(-(-sum(row) // heads) for row in slots)
-    check_pools(spec, batch * widest, size)
+    check_pools(chosen_from, batch * widest, size)
     return slots
 
 
@@ -76,7 +79,7 @@ def _loaded(
     if plan.array.shape != shape:
         raise KvjaxError(
             f"the window's plan is of {plan.array.shape} layers and KV heads, and {model.name} has "
-            f"{shape}: profile this model and solve the plan again"
+            f"{shape} that choose pages: profile this model and solve the plan again"
         )
     return plan
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Eviction, Residency, nothing_near
+from kvjax.decode import tiered_layers
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
@@ -29,7 +30,7 @@ class TieredShapes:
     pages: int  # N, most pages of a row
     page_size: int
     room: int  # K, pages that a KV head may choose in a step
-    slots: tuple[tuple[int, ...], ...]  # of a row, by layer and KV head, the open page's included
+    slots: tuple[tuple[int, ...], ...]  # by layer that chooses and KV head, the open page's too
     output: int  # tokens that a row has room to draw
     fetches: bool  # whether pages can be elsewhere; if not, S is N
     stored: bool  # whether some of them are in a store, whose reads begin before they are needed
@@ -43,9 +44,37 @@ class TieredShapes:
     format: Format | None = None  # how full pages are kept
     hot_exact: bool = False  # whether pages are as the model made them until they leave
 
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        """Layers that choose pages; the others have a sliding window."""
+        return tiered_layers.selecting_layers(self.spec)
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Layers whose pages leave the device, in the order in which they are kept elsewhere.
+
+        Those that choose; all of them where a store keeps a prompt as other calls would find it.
+        """
+        whole = self.stored and self.format is None
+        return tuple(range(len(self.spec.layers))) if whole else self.selecting
+
+    def place(self, layer: int) -> int:
+        """Which of the layers that choose pages a layer is."""
+        return self.selecting.index(layer)
+
+    def slots_of(self, layer: int) -> tuple[int, ...]:
+        """Slots of a layer's KV heads."""
+        return self.slots[self.place(layer)]
+
     def most_slots(self, layer: int) -> int:
         """S, of the layer's KV head that has most."""
-        return max(self.slots[layer])
+        return max(self.slots_of(layer))
+
+    def ring_pages(self, layer: int) -> int:
+        """R, pages of a row that a layer with a sliding window keeps."""
+        window = self.spec.layers[layer].window
+        assert window is not None
+        return tiered_layers.ring_pages(window, self.page_size, self.pages)
 
     @property
     def sink_pages(self) -> int:
@@ -67,7 +96,7 @@ class TieredShapes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Pages that each layer's KV heads chose, counted over steps and rows."""
+    """Pages that each choosing layer's KV heads chose, counted over steps and rows."""
 
     chosen: Int32[Array, "L Hkv"]
     missed: Int32[Array, "L Hkv"]  # of these, how many were not near
@@ -80,14 +109,15 @@ class TieredCache:
 
     A pool is flat in the pages of single KV heads: F = B x the slots of all heads, row after row,
     head after head, so that each head may have slots of its own. `near` is as wide as the layer's
-    widest head; what is past a head's limit stays empty.
+    widest head; what is past a head's limit stays empty. A layer with a sliding window has pages of
+    all its heads, [B x R, Hkv, P, D], and nothing else: its other entries are empty.
     """
 
-    keys: tuple[Float[Array, "F 1 P D"], ...]
-    values: tuple[Float[Array, "F 1 P Dv"], ...]
+    keys: tuple[Float[Array, "F 1 P D"] | Float[Array, "R Hkv P D"], ...]
+    values: tuple[Float[Array, "F 1 P Dv"] | Float[Array, "R Hkv P Dv"], ...]
     sinks: tuple[Sinks, ...]
     near: tuple[Residency, ...]
-    limits: Int32[Array, "L Hkv"]  # slots that each head may use, at most those it has
+    limits: Int32[Array, "L Hkv"]  # slots that heads of choosing layers may use, at most all
     index: tuple[dict[str, Array], ...]  # [B, ...]
     lengths: Int32[Array, " B"]  # tokens of each row
     counts: Int32[Array, " B"]  # pages that each row chooses in a step, at most K
@@ -106,16 +136,28 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
     layers = range(len(spec.layers))
 
     def pool(layer: int, width: int) -> Array:
-        shape = (batch * sum(shapes.slots[layer]), 1, shapes.page_size, width)
-        return jnp.zeros(shape, spec.dtype)
+        if layer in shapes.selecting:
+            count, heads = sum(shapes.slots_of(layer)), 1
+        else:
+            count, heads = shapes.ring_pages(layer), spec.layers[layer].kv_heads
+        return jnp.zeros((batch * count, heads, shapes.page_size, width), spec.dtype)
 
     def no_sinks(layer: int) -> Sinks:
         of = spec.layers[layer]
-        shape = (batch, shapes.sink_pages, of.kv_heads, shapes.page_size)
+        first = shapes.sink_pages if layer in shapes.selecting else 0
+        shape = (batch, first, of.kv_heads, shapes.page_size)
         dims = of.head_dim, of.value_dim
         return Sinks(*(jnp.zeros((*shape, width), spec.dtype) for width in dims))
 
+    def near(layer: int) -> Residency:
+        if layer not in shapes.selecting:
+            return nothing_near(batch, 0, pages=0, slots=0)
+        heads = len(shapes.slots_of(layer))
+        return nothing_near(batch, heads, pages=pages, slots=shapes.most_slots(layer))
+
     def empty_index(layer: int) -> dict[str, Array]:
+        if layer not in shapes.selecting:
+            return {}
         of, dtype = spec.layers[layer], jnp.dtype(spec.dtype)
         keys, values = (
             jax.ShapeDtypeStruct((pages, of.kv_heads, shapes.page_size, width), dtype)
@@ -125,22 +167,19 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         made = jax.eval_shape(functools.partial(build_index, shapes.index), keys, values, some)
         return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
 
-    zero, counts = jnp.int32(0), jnp.zeros((len(layers), spec.layers[0].kv_heads), jnp.int32)
+    zero, limits = jnp.int32(0), jnp.asarray(shapes.slots, jnp.int32)
     return TieredCache(
         keys=tuple(pool(i, spec.layers[i].head_dim) for i in layers),
         values=tuple(pool(i, spec.layers[i].value_dim) for i in layers),
         sinks=tuple(no_sinks(i) for i in layers),
-        near=tuple(
-            nothing_near(batch, len(shapes.slots[i]), pages=pages, slots=shapes.most_slots(i))
-            for i in layers
-        ),
-        limits=jnp.asarray(shapes.slots, jnp.int32),
+        near=tuple(near(i) for i in layers),
+        limits=limits,
         index=tuple(empty_index(i) for i in layers),
         lengths=jnp.zeros((batch,), jnp.int32),
         counts=jnp.zeros((batch,), jnp.int32),
         handle=zero,
         written=zero,
-        traffic=Traffic(counts, counts),
+        traffic=Traffic(jnp.zeros_like(limits), jnp.zeros_like(limits)),
     )
 
 
@@ -177,12 +216,26 @@ def with_layer(
       index: what its pages are chosen by.
     """
     return dataclasses.replace(
-        cache,
-        keys=_replaced(cache.keys, layer, keys),
-        values=_replaced(cache.values, layer, values),
+        with_pools(cache, layer, keys, values),
         sinks=_replaced(cache.sinks, layer, sinks),
         near=_replaced(cache.near, layer, near),
         index=_replaced(cache.index, layer, index),
+    )
+
+
+def with_pools(cache: TieredCache, layer: int, keys: Array, values: Array) -> TieredCache:
+    """The cache with one layer's pools replaced.
+
+    Args:
+      cache: before.
+      layer: which.
+      keys: its pool.
+      values: its pool.
+    """
+    return dataclasses.replace(
+        cache,
+        keys=_replaced(cache.keys, layer, keys),
+        values=_replaced(cache.values, layer, values),
     )
 
 
@@ -204,21 +257,22 @@ def slot_rows(
       slots: int32 [b, Hkv, K]; S is none.
       rows: int32 [b], the batch's rows that they are of.
     """
-    own = shapes.slots[layer]
+    own = shapes.slots_of(layer)
     first = jnp.asarray([sum(own[:head]) for head in range(len(own))], jnp.int32)
     at = rows[:, None, None] * sum(own) + first[None, :, None] + slots
     return jnp.where(slots < max(own), at, shapes.batch * sum(own))
 
 
-def usable(cache: TieredCache, layer: int) -> Bool[Array, "Hkv S"]:
+def usable(shapes: TieredShapes, cache: TieredCache, layer: int) -> Bool[Array, "Hkv S"]:
     """The slots that a layer's KV heads may use.
 
     Args:
+      shapes: the program's.
       cache: for the limits.
       layer: which.
     """
-    slot = jnp.arange(cache.near[layer].page_in.shape[2], dtype=jnp.int32)
-    return slot[None] < cache.limits[layer][:, None]
+    slot = jnp.arange(shapes.most_slots(layer), dtype=jnp.int32)
+    return slot[None] < cache.limits[shapes.place(layer)][:, None]
 
 
 def counted(
@@ -231,7 +285,7 @@ def counted(
 
     Args:
       traffic: before.
-      layer: which.
+      layer: which of those that choose pages.
       chosen: which entries are pages.
       missed: which of them were not near.
     """

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from kvjax.cache.residency import Residency, admit, find, only, ranked, used
 from kvjax.decode.attend import attend_token, merged
@@ -16,6 +16,7 @@ from kvjax.decode.tiered_index import estimate_unread, extend_index
 from kvjax.decode.tiered_packed import as_bytes, as_kept, from_bytes, page_shape
 from kvjax.decode.tiered_sinks import filled as filled_sinks
 from kvjax.decode.tiered_sinks import instead
+from kvjax.decode.tiered_sliding import attend_window, newest_pages, put_token
 from kvjax.decode.tiered_state import (
     TieredCache,
     TieredShapes,
@@ -76,7 +77,8 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     and to the page that is being filled, waits for the others and attends to them, and merges both,
     the token itself and what an index estimates of the rest by their log-sum-exp. Then the pages
     that came take the slots of those that rank least, and the token is written: a pool that is read
-    after it was written in the same step might be copied.
+    after it was written in the same step might be copied. A layer with a sliding window attends to
+    what that reaches, which is all here.
 
     Args:
       step: the rows and the program.
@@ -88,6 +90,8 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     ) -> tuple[Array, TieredCache]:
         dtype = cache.keys[layer].dtype
         k, v = k.astype(dtype), v.astype(dtype)  # as every later step will read them
+        if layer not in shapes.selecting:
+            return _slid(step, layer, q, (k, v), cache)
         micro_batches = _micro_batches(shapes)
         selected, tickets = [], []
         for rows in micro_batches:
@@ -135,6 +139,26 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     return attend
 
 
+def _slid(
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    token: tuple[Float[Array, "B Hkv D"], Float[Array, "B Hkv Dv"]],
+    cache: TieredCache,
+) -> tuple[Array, TieredCache]:
+    """Attention of a layer with a sliding window, and the cache with the token in it."""
+    shapes = step.shapes
+    near = attend_window(shapes, step.config, layer, q, cache, step.active)
+    out = merged(near, attend_token(step.config, layer, q, *token))
+    sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
+    cache = put_token(shapes, cache, layer, token, sound)
+    if shapes.fetches and layer in shapes.leaving:
+        full, offset = jnp.divmod(cache.lengths, shapes.page_size)
+        page = jnp.where(sound & (offset == shapes.page_size - 1), full, shapes.pages)
+        cache = _kept_elsewhere(shapes, layer, cache, page, *newest_pages(shapes, cache, layer))
+    return out.out, cache
+
+
 def _micro_batches(shapes: TieredShapes) -> list[slice]:
     """Rows of the batch whose pages are selected, and then read, together."""
     size = shapes.batch // shapes.micro_batches
@@ -146,7 +170,7 @@ def _select(
 ) -> _Selected:
     """Choose pages for some rows, and look up where they are."""
     shapes, config = step.shapes, step.config
-    heads, total = len(shapes.slots[layer]), shapes.pages
+    heads, total = len(shapes.slots_of(layer)), shapes.pages
     near, index, lengths, counts, active, q = jax.tree.map(
         lambda x: x[rows],
         (cache.near[layer], cache.index[layer], cache.lengths, cache.counts, step.active, q),
@@ -225,7 +249,12 @@ def _issued(
     ticket: Array = lax.cond(
         jnp.any(chosen.missing < step.shapes.pages),
         lambda: issue(
-            cache.handle, cache.written, layer, chosen.missing, worth, first_row=rows.start
+            cache.handle,
+            cache.written,
+            step.shapes.leaving.index(layer),
+            chosen.missing,
+            worth,
+            first_row=rows.start,
         ),
         lambda: cache.written,
     )
@@ -243,7 +272,8 @@ def _collected(
     """The missing pages as a pool: page j of row b is b x K + j."""
     page = jax.ShapeDtypeStruct(*page_shape(step.shapes))
     wanted = chosen.missing < step.shapes.pages
-    both = collect(cache.handle, ticket, layer, chosen.missing, wanted, page, first_row=rows.start)
+    at = step.shapes.leaving.index(layer)
+    both = collect(cache.handle, ticket, at, chosen.missing, wanted, page, first_row=rows.start)
     both = both.reshape(2, -1, *both.shape[3:])
     if step.shapes.format is None:
         return both
@@ -290,7 +320,7 @@ def _admitted(
     else:
         value = step.number.astype(jnp.float32) if shapes.evict == "lru" else jnp.float32(1)
         rank = jnp.broadcast_to(value, coming.shape)
-    keep = read | used(near, chosen.open_slot) | ~usable(cache, layer)[None]
+    keep = read | used(near, chosen.open_slot) | ~usable(shapes, cache, layer)[None]
     return admit(near, coming, rank, keep)
 
 
@@ -332,7 +362,7 @@ def _written(
         lambda: extend_index(shapes.index, cache.index[layer], page, keys, values),
         lambda: cache.index[layer],
     )
-    written, sinks = cache.written, cache.sinks[layer]
+    sinks = cache.sinks[layer]
     if shapes.format is not None:
         if shapes.sink_pages:
             sinks = filled_sinks(sinks, page, keys, values)
@@ -352,19 +382,34 @@ def _written(
     else:
         sent = (keys, values)
     if shapes.fetches:
-        written = lax.cond(
-            jnp.any(filled),
-            lambda: put_filled(cache.handle, cache.written, layer, page, *sent),
-            lambda: cache.written,
-        )
+        cache = _kept_elsewhere(shapes, layer, cache, page, *sent)
     if not shapes.keeps:
         near = only(near, used(near, find(near, chosen.open_page)))
     cache = with_layer(
         cache, layer, keys=pools[0], values=pools[1], sinks=sinks, near=near, index=index
     )
     total = shapes.pages
-    traffic = counted(cache.traffic, layer, chosen.pages < total, chosen.missing < total)
-    return dataclasses.replace(cache, written=written, traffic=traffic)
+    read = chosen.pages < total, chosen.missing < total
+    traffic = counted(cache.traffic, shapes.place(layer), *read)
+    return dataclasses.replace(cache, traffic=traffic)
+
+
+def _kept_elsewhere(
+    shapes: TieredShapes,
+    layer: int,
+    cache: TieredCache,
+    page: Int32[Array, " B"],
+    keys: Num[Array, "B Hkv P D"],
+    values: Num[Array, "B Hkv P Dv"],
+) -> TieredCache:
+    """Put the pages that rows have just filled, N for none, where pages live."""
+    at = shapes.leaving.index(layer)
+    written = lax.cond(
+        jnp.any(page < shapes.pages),
+        lambda: put_filled(cache.handle, cache.written, at, page, keys, values),
+        lambda: cache.written,
+    )
+    return dataclasses.replace(cache, written=written)
 
 
 def _packed(

@@ -2,8 +2,6 @@
 
 import contextlib
 
-import numpy as np
-
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import kept_as
 from kvjax.decode.kept_answers import KeptAnswers
@@ -32,16 +30,19 @@ class PromptStore:
 
     Args:
       cache: with a place that has a store.
-      most: bytes of all prompts' pages, for which host memory has room if the place names no limit.
+      most: bytes of all prompts' pages that steps read, for which host memory has room if the place
+        names no limit.
+      layers: the model's whose pages are kept, in order.
 
     Raises:
       ValueError: the URL is no store.
     """
 
-    def __init__(self, cache: CacheConfig, *, most: int) -> None:
+    def __init__(self, cache: CacheConfig, *, most: int, layers: tuple[int, ...]) -> None:
         place = cache.place
         assert place is not None and place.store is not None  # noqa: PT018  the caller looked
         self._cache, self._timeout_s, self._order = cache, place.timeout_s, place.order
+        self._layers = layers
         self._host_bytes = most if place.host_bytes is None else place.host_bytes
         # Nothing chooses among pages of a format but the call that keeps them.
         by: By = "low-bit" if cache.format is None else "all"
@@ -54,6 +55,35 @@ class PromptStore:
         self._damaged: set[str] = set()  # folders of the store
         self._kept = KeptAnswers(self._prefixes) if place.keep_generated else None
 
+    def find(
+        self,
+        model: Model,
+        ids: list[int],
+        row: int,
+        pages: SequencePages,
+        during: contextlib.ExitStack,
+    ) -> None:
+        """Have a row's pages read from the store if they are there, before they are prefilled.
+
+        A stored prompt that shares most of them will do; the others then stay in host memory.
+
+        Args:
+          model: what is to prefill them.
+          ids: the prompt.
+          row: which.
+          pages: will hold the others.
+          during: closes what is opened.
+
+        Raises:
+          StoreError: the store cannot be listed.
+        """
+        count = len(ids) // self._cache.page_size
+        match = self._prefixes.longest(model, ids, self._cache) if count else None
+        if match is not None and match.pages >= SHARED * count:
+            self._read(match, row, pages, during)
+        elif match is not None:
+            match.segment.close()
+
     def keep(
         self,
         model: Model,
@@ -64,9 +94,7 @@ class PromptStore:
         *,
         seconds: float,
     ) -> None:
-        """Have a row's full pages read from the store; they are written if they are not there.
-
-        A stored prompt that shares most of them will do; the others then stay in host memory.
+        """Write a row's full pages to the store if they were not found, and have them read there.
 
         Args:
           model: what prefilled them.
@@ -81,14 +109,15 @@ class PromptStore:
           StoreError: the store cannot be written.
         """
         count = len(ids) // self._cache.page_size
-        if not count:
-            return
-        match = self._prefixes.longest(model, ids, self._cache)
-        if match is None or match.pages < SHARED * count:
-            if match is not None:
-                match.segment.close()
+        if count and row not in self._matches:
             prefilled = PrefilledPages(*pages.in_memory(row, count), seconds)
             match = Match(self._written(model, ids, prefilled), count)
+            self._read(match, row, pages, during)
+
+    def _read(
+        self, match: Match, row: int, pages: SequencePages, during: contextlib.ExitStack
+    ) -> None:
+        """Have a row's first pages read from an open segment, which `during` closes."""
         segment = during.enter_context(match.segment)
         self._matches[row] = match
         if self._tiers is None:
@@ -131,7 +160,7 @@ class PromptStore:
 
     def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
         """A new segment of a prompt's pages, open."""
-        if not (np.isfinite(pages.keys).all() and np.isfinite(pages.values).all()):
+        if not pages.finite:
             raise KvjaxError(
                 f"keys or values of {model.name} are not finite in {pages.keys.dtype} and cannot "
                 f"be stored: try CacheConfig(dtype='float32'), and load the model with "
@@ -165,8 +194,8 @@ class PromptStore:
             todo = "call again, or leave out the store"
         layer, head, _, page = error.units[0].tolist()
         return (
-            f"page {page} of layer {layer}, KV head {head} could not be read from {store.url} "
-            f"({reason}): {todo}. {error}"
+            f"page {page} of layer {self._layers[layer]}, KV head {head} could not be read from "
+            f"{store.url} ({reason}): {todo}. {error}"
         )
 
     def reads(self) -> TierReads:

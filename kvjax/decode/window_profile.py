@@ -19,7 +19,8 @@ from kvjax.decode.identity import fingerprint
 from kvjax.decode.meter import Meter
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.tiered import TieredCall, loop
-from kvjax.decode.tiered_plan import check_layers, tiered_plan
+from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting
+from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.policies import Place, TrafficProfile, Window, WindowPlan, greedy_windows
@@ -53,7 +54,7 @@ def profile_windows(
 
     Returns:
       Pages that each head fetched in a step, all prompts together; `windows` are slots without the
-      open page's.
+      open page's. Layers with a sliding window fetch nothing, and are not among its layers.
 
     Raises:
       KvjaxError: an argument is not usable, or the prompts do not fit the model's context.
@@ -94,9 +95,9 @@ def plan_windows(
       profile: of this model.
       model: what was profiled.
       cache: for page size and dtype.
-      device_bytes: most bytes of one row's slots, the open page's and a format's first pages
-        included; so that a plan compares
-        with equal windows, their `TierStats.device_bytes` for one prompt.
+      device_bytes: most bytes of one row's slots, the open page's, a format's first pages and those
+        of sliding windows included; so that a plan compares with equal windows, their
+        `TierStats.device_bytes` for one prompt that is longer than sliding windows.
 
     Returns:
       The plan of `greedy_windows`; memory that would save nothing is left over.
@@ -107,25 +108,27 @@ def plan_windows(
     """
     check_layers(model)
     check_integer("device_bytes", device_bytes, 0, " bytes")
-    spec = cache_spec(model, cache, over_tiers=True)
+    whole = cache_spec(model, cache, over_tiers=True)
+    spec = selecting(whole)
     shape = (len(spec.layers), spec.layers[0].kv_heads)
     if profile.misses.shape[:2] != shape:
         raise KvjaxError(
             f"profile is of {profile.misses.shape[:2]} layers and KV heads, and {model.name} has "
-            f"{shape}: profile this model"
+            f"{shape} that choose pages: profile this model"
         )
     heads = math.prod(shape)
     a_slot = spec.bytes_per_page(cache.page_size) // heads
     page_format, size = cache.page_format, cache.page_size
     sinks = 0 if page_format is None else page_format.sink_tokens(size) // size
     others = heads * (1 + sinks)  # the open pages, and those that never leave
-    slots, least = device_bytes // a_slot - others, heads * int(profile.windows[0])
+    rings = ring_bytes(whole, size)
+    slots, least = (device_bytes - rings) // a_slot - others, heads * int(profile.windows[0])
     if slots < least:
         raise KvjaxError(
-            f"device_bytes is {device_bytes}: must be at least {(least + others) * a_slot}, what "
-            f"the smallest window ({profile.windows[0]} slots, the open page's and those of pages "
-            f"that never leave) takes for each of {heads} heads; raise it, or profile a smaller "
-            f"window"
+            f"device_bytes is {device_bytes}: must be at least "
+            f"{(least + others) * a_slot + rings}, what the smallest window ({profile.windows[0]} "
+            f"slots, the open page's and those of pages that never leave) takes for each of "
+            f"{heads} heads; raise it, or profile a smaller window"
         )
     alike = TrafficProfile(profile.misses, profile.windows)  # a slot costs as much for every head
     return WindowPlan.of(greedy_windows(alike, slots), fingerprint(model), cache.page_size)

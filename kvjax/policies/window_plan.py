@@ -22,7 +22,8 @@ class WindowPlan:
     """Slots of the resident window of every layer and KV head. Hashable, static under jit.
 
     Attributes:
-      slots: [layers][KV heads], pages each head keeps on the device, 0 or more.
+      slots: [layers][KV heads], pages each head keeps on the device, 0 or more; of layers that see
+        the whole context, since those with a sliding window choose no pages.
       model: fingerprint of the model that was profiled (`Identity.weights` of its pages).
       page_size: tokens a page.
 

@@ -42,6 +42,21 @@ def assert_collects(pages, held, layer, ids):
     assert not pages.failures
 
 
+def test_pages_in_memory_are_not_copied():
+    pages = make()
+    for layer in range(L):
+        pages.put(layer, 1, *np.random.default_rng(layer).normal(size=(2, 3, H, P, D)))
+    keys, values = pages.in_memory(1, 3)
+    assert keys.shape == values.shape == (L, 3, H, P, D)
+    again = pages.in_memory(1, 2)
+    assert np.shares_memory(keys, again[0])
+    assert np.shares_memory(values, again[1])
+    for layer in range(L):
+        want = np.random.default_rng(layer).normal(size=(2, 3, H, P, D)).astype(np.float32)
+        np.testing.assert_array_equal(keys[layer], want[0])
+        np.testing.assert_array_equal(values[layer], want[1])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_equals_numpy(seed, dtype):
@@ -224,6 +239,22 @@ def stored():
     for layer in range(L):
         pages.append(layer, np.full(B, 5, np.int32), *held[layer, :, :, 5])
     return pages, held, readers
+
+
+def test_pages_that_a_reader_has_are_not_kept_when_they_come():
+    pages = make()
+    before = pages.bytes_held
+    pages.read_from(2, Memory(np.zeros((L, H, N, 2, P, D))), 4)
+    assert pages.bytes_held == before - L * H * 4 * PAGE_BYTES
+    both = np.random.default_rng(0).normal(size=(2, 6, H, P, D)).astype(np.float32)
+    pages.put(1, 2, *both)
+    assert not pages.failures
+    keys, values = pages.in_memory(2, 6)
+    np.testing.assert_array_equal(keys[1], both[0, 4:])
+    np.testing.assert_array_equal(values[1], both[1, 4:])
+    pages.put(0, 2, *both[:, :3])  # all of which the reader has
+    assert not pages.failures
+    assert not pages.in_memory(2, 6)[0][0].any()
 
 
 @pytest.mark.parametrize("seed", range(3))

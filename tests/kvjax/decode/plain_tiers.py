@@ -2,7 +2,8 @@
 
 The prompt sees everything before it. A token after it sees, in each layer and KV head, the pages of
 greatest exact attention among the full ones, the first and the last of them, and the page that it
-goes to. What windows would have fetched for that is simulated from the same masses.
+goes to; in a layer with a sliding window every token sees what that reaches. What resident windows
+would have fetched for that is simulated from the same masses.
 """
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ class PlainTiers:
       logits: float32 [T - prompt + 1, V], of the prompt's last token and all after it.
       keys: float32 [T, Hkv, D] of each layer.
       values: as keys.
-      steps: of each layer and KV head, (mass of full pages, pages chosen) of each step.
+      steps: of each layer that chooses and KV head, (mass of full pages, pages chosen) of steps.
       observed: of each layer and KV head, the mass of the prompt's full pages by its last tokens.
     """
 
@@ -52,6 +53,12 @@ class PlainTiers:
             if config.attn_soft_cap is not None:
                 scores = config.attn_soft_cap * np.tanh(scores / config.attn_soft_cap)
             seen = np.tri(tokens, dtype=bool)
+            window = config.layers[layer].window
+            if window is not None:
+                seen &= ~np.tri(tokens, k=-window, dtype=bool)
+                weights = _softmax(np.where(seen, scores, -np.inf))
+                out[:, rows] = np.einsum("gts,sd->tgd", weights, v[:, head])
+                continue
             steps = []
             for t in range(self._prompt, tokens):
                 mass, chosen = self._choose(scores[:, t], t // self._size)

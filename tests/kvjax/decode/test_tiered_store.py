@@ -1,13 +1,19 @@
 """Prompts of tiered calls in a store: damage is mended, beginnings are shared, ends differ."""
 
+import contextlib
+import tracemalloc
+
+import numpy as np
 import pytest
 
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig, generate
 from kvjax.decode.open_prefixes import PREFILL_S
+from kvjax.decode.tiered_store import PromptStore
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
 from kvjax.storage.page_store import PageStore
+from kvjax.storage.sequence_pages import SequencePages
 from tests.kvjax.decode.tiny import model, prompt
 
 PROMPT = prompt(112, 0)
@@ -37,6 +43,42 @@ def test_a_damaged_prompt_fails_once_and_is_written_anew(tiny, tmp_path):
         answer(tiny, PROMPT, tmp_path / "pages")
     assert answer(tiny, PROMPT, tmp_path / "pages").tokens == first.tokens
     assert not PageStore.open(tmp_path / "pages").verify()
+
+
+def test_host_memory_while_a_prompt_is_prefilled(tiny, tmp_path, monkeypatch):
+    """All pages of one that is new; of one that is found only those that are to be generated."""
+    whole, held = SequencePages.put, []
+
+    def put(pages, *args):
+        held.append(pages.bytes_held)
+        whole(pages, *args)
+
+    monkeypatch.setattr(SequencePages, "put", put)
+    tokens = [answer(tiny, PROMPT, tmp_path).tokens for _ in range(2)]
+    assert tokens[0] == tokens[1]
+    new, found = held[:2], held[2:]
+    a_page = tiny.spec.bytes_per_page(16)  # of all layers
+    assert set(new) == {8 * a_page}  # pages that a row has room for
+    assert set(found) == {(8 - 112 // 16) * a_page}
+
+
+def test_a_prompt_is_written_without_a_copy_of_it(tiny, tmp_path):
+    place = Place(store=tmp_path, host_bytes=0)
+    cache = CacheConfig(select=Select("25%", by="mean"), place=place)
+    store = PromptStore(cache, most=0, layers=tuple(range(16)))
+    pages = SequencePages(
+        rows=1, layers=16, heads=2, pages=128, page_shape=(16, 32), dtype=np.dtype(np.float32)
+    )
+    for layer in range(16):
+        pages.put(layer, 0, *np.ones((2, 128, 2, 16, 32), np.float32))
+    before = pages.bytes_held
+    with contextlib.ExitStack() as during:
+        tracemalloc.start()
+        store.keep(tiny, prompt(128 * 16), 0, pages, during, seconds=1.0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert pages.bytes_held == 0
+    assert peak < before / 2
 
 
 def test_what_is_stored_serves_calls_that_read_prefixes(tiny, tmp_path):
