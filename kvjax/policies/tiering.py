@@ -10,6 +10,7 @@ from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.budget import Budget
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
+from kvjax.policies.indexer import Indexer
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.low_rank import LowRank
 from kvjax.policies.magicpig import MagicPIG
@@ -51,7 +52,8 @@ class Select:
         (arXiv:2406.10774); "retroinfer", clusters of tokens (arXiv:2505.02922); "pqcache",
         product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179);
         "low-rank", keys before their rotation in few dimensions (ShadowKV's); "keys", the exact
-        keys, an oracle that keeps all of them on the device; or any `kvjax.policies.PageIndex`.
+        keys, an oracle that keeps all of them on the device; or any `kvjax.policies.PageIndex`, or
+        an `Indexer` that was learned of the model's own attention.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the query heads of a KV head agree: by the "sum", "max" or "mean" of their
         attention, or by turns, "query", each naming the page it attends to most; see `Choice`.
@@ -62,7 +64,7 @@ class Select:
     """
 
     budget: str = "6.25%"
-    by: By | PageIndex = "low-bit"
+    by: By | PageIndex | Indexer = "low-bit"
     bits: int = 3
     aggregate: Aggregate = "sum"
     pooling: float = 0.0
@@ -70,10 +72,10 @@ class Select:
     def __post_init__(self) -> None:
         Budget(self.budget)
         named = isinstance(self.by, str) and self.by in NAMES
-        index = isinstance(self.by, PageIndex) and not isinstance(self.by, type)
+        index = isinstance(self.by, PageIndex | Indexer) and not isinstance(self.by, type)
         if not (named or index):
             raise KvjaxError(
-                f"by is {self.by!r}: must be one of {', '.join(NAMES)}, or a PageIndex"
+                f"by is {self.by!r}: must be one of {', '.join(NAMES)}, a PageIndex or an Indexer"
             )
         if not _is_number(self.pooling):
             raise KvjaxError(f"pooling is {self.pooling!r}: must be a number from 0 to 1")
@@ -87,7 +89,7 @@ class Select:
         self.index()
         self.choice()
 
-    def index(self) -> PageIndex:
+    def index(self) -> PageIndex | Indexer:
         """What pages are chosen by; `LowRank` without the rotation, which is the model's."""
         if not isinstance(self.by, str):
             return self.by
