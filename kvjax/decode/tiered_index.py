@@ -8,15 +8,15 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.models import ModelConfig
 from kvjax.models.rope import frequencies
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.policies import EstimatingIndex, LowRank, PageIndex, Select
+from kvjax.policies import EstimatingIndex, Indexer, LayerIndexer, LowRank, PageIndex, Select
 
 
-def index_for(select: Select, config: ModelConfig) -> PageIndex:
+def index_for(select: Select, config: ModelConfig) -> PageIndex | Indexer:
     """What pages of a model are chosen by: "low-rank" undoes the rotation that all layers share.
 
     Args:
@@ -76,6 +76,32 @@ def extend_index(
     else:
         grown = jax.vmap(index.extend)(arrays, page, keys)
     return grown
+
+
+def page_mass(
+    index: PageIndex,
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "Hq D"],
+    arrays: Mapping[str, Array],
+    length: Int32[Array, ""],
+    full: Int32[Array, ""],
+) -> Float32[Array, "Hq N"]:
+    """What one row's full pages are ranked by, for its newest token.
+
+    Args:
+      index: which; one that was learned is told the token's position too.
+      config: the model's.
+      layer: whose scale to use.
+      q: [Hq, D].
+      arrays: the row's.
+      length: int32 scalar, tokens before this one.
+      full: int32 scalar, full pages of these.
+    """
+    scale, soft_cap = config.scale(layer), config.attn_soft_cap
+    if isinstance(index, LayerIndexer):
+        return index.page_mass(arrays, q, full, scale, soft_cap=soft_cap, position=length)
+    return index.page_mass(arrays, q, full, scale, soft_cap=soft_cap)
 
 
 def estimate_unread(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import cache_spec
+from kvjax.decode.identity import fingerprint
 from kvjax.decode.prefix_config import check_codec
 from kvjax.decode.shapes import check_attention, half_step, power_of_two, too_long
 from kvjax.decode.tiered_index import index_for
@@ -14,7 +15,7 @@ from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.formats import Format
 from kvjax.model import Model
-from kvjax.policies import Choice, Select, Window
+from kvjax.policies import Choice, Indexer, Select, Window
 from kvjax.policies.budget import Budget
 from kvjax.spec import KVSpec, pages_for
 
@@ -38,6 +39,8 @@ def tiered_plan(
     _check_context(model, lengths, new_tokens)
     stored = place is not None and place.store is not None
     check_layers(model, stored=stored)
+    if isinstance(select.by, Indexer):
+        select.by.check(model=fingerprint(model), name=model.name)
     if place is not None:
         check_codec(place.codec, cache_spec(model, cache).dtype)
     size, spec = cache.page_size, cache_spec(model, cache, over_tiers=True)

@@ -107,7 +107,7 @@ def prefill_row(
                     cache.near[layer],
                     near,
                 ),
-                index=_with_row(cache.index[layer], shapes, keys, values, full, row),
+                index=_with_row(cache.index[layer], shapes, layer, keys, values, full, row),
             ),
             written=written,
         )
@@ -204,6 +204,7 @@ def _put(
 def _with_row(
     index: dict[str, Array],
     shapes: TieredShapes,
+    layer: int,
     keys: Float[Array, "n Hkv P D"],
     values: Float[Array, "n Hkv P Dv"],
     full: Int32[Array, ""],
@@ -211,7 +212,8 @@ def _with_row(
 ) -> dict[str, Array]:
     """The index of all rows with this row's built from its pages."""
     widths = ((0, shapes.pages - keys.shape[0]), (0, 0), (0, 0), (0, 0))
-    built = build_index(shapes.index, jnp.pad(keys, widths), jnp.pad(values, widths), full)
+    padded = jnp.pad(keys, widths), jnp.pad(values, widths)
+    built = build_index(shapes.index_of(layer), *padded, full)
     return {
         name: lax.dynamic_update_index_in_dim(array, built[name], row, 0)
         for name, array in index.items()

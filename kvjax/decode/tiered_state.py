@@ -14,7 +14,7 @@ from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
 from kvjax.pallas_kernels.support import Implementation
-from kvjax.policies import Choice, PageIndex
+from kvjax.policies import Choice, Indexer, PageIndex
 from kvjax.spec import KVSpec
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class TieredShapes:
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first
     micro_batches: int  # parts of the batch that pages are selected and read for apart
-    index: PageIndex
+    index: PageIndex | Indexer
     choice: Choice
     attention: Implementation | None
     format: Format | None = None  # how full pages are kept
@@ -57,6 +57,18 @@ class TieredShapes:
         """
         whole = self.stored and self.format is None
         return tuple(range(len(self.spec.layers))) if whole else self.selecting
+
+    def index_of(self, layer: int) -> PageIndex:
+        """What a layer's pages are chosen by.
+
+        Args:
+          layer: one of `selecting`.
+        """
+        if not isinstance(self.index, Indexer):
+            return self.index
+        learned = self.index.layers[layer]
+        assert learned is not None
+        return learned
 
     def place(self, layer: int) -> int:
         """Which of the layers that choose pages a layer is."""
@@ -164,7 +176,8 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
             for width in (of.head_dim, of.value_dim)
         )
         some = jax.ShapeDtypeStruct((), jnp.int32)
-        made = jax.eval_shape(functools.partial(build_index, shapes.index), keys, values, some)
+        of_layer = functools.partial(build_index, shapes.index_of(layer))
+        made = jax.eval_shape(of_layer, keys, values, some)
         return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
 
     zero, limits = jnp.int32(0), jnp.asarray(shapes.slots, jnp.int32)

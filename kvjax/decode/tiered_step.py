@@ -12,7 +12,7 @@ from kvjax.cache.residency import Residency, admit, find, only, ranked, used
 from kvjax.decode.attend import attend_token, merged
 from kvjax.decode.step import DecodeState, Rules, draw
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
-from kvjax.decode.tiered_index import estimate_unread, extend_index
+from kvjax.decode.tiered_index import estimate_unread, extend_index, page_mass
 from kvjax.decode.tiered_packed import as_bytes, as_kept, from_bytes, page_shape
 from kvjax.decode.tiered_sinks import filled as filled_sinks
 from kvjax.decode.tiered_sinks import instead
@@ -109,10 +109,11 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
             _attend_near(step, layer, q, cache, chosen),
             attend_token(step.config, layer, q, k, v),
         ]
-        if isinstance(shapes.index, EstimatingIndex):
+        index = shapes.index_of(layer)
+        if isinstance(index, EstimatingIndex):
             parts.append(
                 estimate_unread(
-                    shapes.index,
+                    index,
                     step.config,
                     layer,
                     q,
@@ -177,16 +178,16 @@ def _select(
     )
     full = lengths // shapes.page_size
 
-    def choose(index: dict[str, Array], q: Array, full: Array, count: Array) -> tuple[Array, Array]:
-        mass = shapes.index.page_mass(
-            index, q, full, config.scale(layer), soft_cap=config.attn_soft_cap
-        )
+    def choose(
+        index: dict[str, Array], q: Array, length: Array, full: Array, count: Array
+    ) -> tuple[Array, Array]:
+        mass = page_mass(shapes.index_of(layer), config, layer, q, index, length, full)
         pages = select(
             mass, full, room=shapes.room, kv_heads=heads, count=count, choice=shapes.choice
         )
         return jnp.sum(mass.reshape(heads, -1, total), axis=1), pages
 
-    mass, pages = jax.vmap(choose)(index, q, full, counts)
+    mass, pages = jax.vmap(choose)(index, q, lengths, full, counts)
     pages = jnp.where(active[:, None, None] & (pages < total), pages, total)
     slots, none = find(near, pages), shapes.most_slots(layer)
     missing = (pages < total) & (slots == none)
@@ -359,7 +360,7 @@ def _written(
     keys, values = (pool.at[at, 0].get(mode="clip") for pool in pools)
     index = lax.cond(
         jnp.any(filled),
-        lambda: extend_index(shapes.index, cache.index[layer], page, keys, values),
+        lambda: extend_index(shapes.index_of(layer), cache.index[layer], page, keys, values),
         lambda: cache.index[layer],
     )
     sinks = cache.sinks[layer]
