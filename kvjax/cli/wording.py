@@ -24,7 +24,7 @@ _REPLACED = (
     (r"\btemperature is", "--temperature is"),
     (r"\breorder is True and by is (.*), or leave reorder out",
      r"--reorder needs --select-by to be something else than \1, or leave --reorder out"),
-    (r"\bby is (.*), or a PageIndex", r"--select is \1"),
+    (r"\bby is (.*), a PageIndex or an Indexer", r"--select is \1"),
     (r"\b(by|who|bits) is\b", r"--select-\1 is"),
     (r"\btimes is\b", "--window is"),
     (r"^order is (.*) and store is None(.*)leave out order",
