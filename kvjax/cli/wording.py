@@ -25,6 +25,7 @@ _REPLACED = (
     (r"\breorder is True and by is (.*), or leave reorder out",
      r"--reorder needs --select-by to be something else than \1, or leave --reorder out"),
     (r"\bby is (.*), a PageIndex or an Indexer", r"--select is \1"),
+    (r"\bby is an indexer", "--indexer is one"),
     (r"\b(by|who|bits) is\b", r"--select-\1 is"),
     (r"\btimes is\b", "--window is"),
     (r"^order is (.*) and store is None(.*)leave out order",
