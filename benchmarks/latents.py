@@ -32,7 +32,7 @@ from kvjax.convert import (
     judged,
     split_texts,
 )
-from kvjax.convert.mla import measured_pairs
+from kvjax.convert.mla import MEASURED_TOKENS, measured_pairs
 from kvjax.convert.pairs import Pairs
 from kvjax.convert.texts import WINDOW_TOKENS, windows_of
 from kvjax.load import load
@@ -78,6 +78,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--text", type=pathlib.Path, nargs="+", metavar="FILE", help="what to learn from"
     )
     options.add_argument("--shares", type=float, nargs="+", help=f"by default {SHARES}")
+    options.add_argument(
+        "--tokens", type=int, default=MEASURED_TOKENS, help="that a conversion measures"
+    )
     options.add_argument("--steps", type=int, help=f"of healing, by default {STEPS}")
     options.add_argument("--train", default="all", help="what heals: attention, or all")
     options.add_argument("--rate", type=float, default=Healing.learning_rate, help="of learning")
@@ -98,7 +101,7 @@ def main() -> int:
     texts = learnt_from(model, options.text, QUICK_TOKENS if options.quick else None)
     other = other_text(model, texts.held_out.shape[1])
     with Console(stderr=True).status("measuring rotations") as status:
-        pairs = measured_pairs(model, texts.learnt)
+        pairs = measured_pairs(model, texts.learnt, tokens=options.tokens)
         points = [
             measured(model, texts, other, pairs, share, options, status.update)
             for share in options.shares
@@ -114,9 +117,9 @@ def main() -> int:
         name="latents",
         title="Keys and values made into latents",
         body=f"{options.model}, converted by activations and gradients on "
-        f"{texts.learnt.size:,} tokens of {source} (16,384 of them), healed in "
-        f"{options.steps} steps of {texts.learnt.shape[1]:,} tokens (weights that change: "
-        f"{options.train}); judged on {texts.held_out.size:,} other tokens of it, and on "
+        f"{texts.learnt.size:,} tokens of {source} (at most {options.tokens:,} of them measured), "
+        f"healed in {options.steps} steps of {texts.learnt.shape[1]:,} tokens (weights that "
+        f"change: {options.train}); judged on {texts.held_out.size:,} other tokens of it, and on "
         f"{other.size:,} of the address of 1790, a kind of text that was not learnt from. Windows "
         f"are texts of their own. {picture}\n\n{curve(points)}",
     )
@@ -193,6 +196,7 @@ def measured(
         texts,
         rank=rank,
         rope_dim=rope_dim,
+        tokens=options.tokens,
         pairs=pairs,
         progress=lambda phase, done: say(f"{name}: {phase}, {done:.0%}"),
     )

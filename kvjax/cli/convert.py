@@ -13,8 +13,9 @@ from kvjax.cli.console import Bars, bars, errors, note
 from kvjax.cli.running import open_model
 from kvjax.convert import Healing, Report, convert_and_judge, save_folder, split_texts
 from kvjax.convert.healing_files import HealingFiles
-from kvjax.convert.mla import check_convertible, check_sizes
+from kvjax.convert.mla import MEASURED_TOKENS, check_convertible, check_sizes
 from kvjax.convert.plot import can_plot, plot_losses
+from kvjax.convert.texts import LEAST_TOKENS
 from kvjax.errors import KvjaxError
 
 app = typer.Typer(no_args_is_help=True, help="Make a model into another one.")
@@ -45,6 +46,15 @@ def convert_mla(
         int,
         typer.Option(help="Elements of a layer that stay rotated, for all heads; a mean, even."),
     ],
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens",
+            "-n",
+            min=LEAST_TOKENS,
+            help="Most that are measured; fewer are faster, and worse on other texts.",
+        ),
+    ] = MEASURED_TOKENS,
     even: Annotated[
         bool, typer.Option("--even", help="Give all layers the same sizes, not what each needs.")
     ] = False,
@@ -96,6 +106,7 @@ def convert_mla(
             texts,
             rank=rank,
             rope_dim=rope_dim,
+            tokens=tokens,
             even=even,
             seed=seed,
             healing=healing,

@@ -151,9 +151,8 @@ def _order(windows: int, healing: Healing) -> list[int]:
     """Which window each step sees: all of them once, in some order, then all again."""
     random = np.random.default_rng(healing.seed)
     turns = -(-healing.steps // windows)
-    return np.concatenate([random.permutation(windows) for _ in range(turns)])[
-        : healing.steps
-    ].tolist()
+    order = np.concatenate([random.permutation(windows) for _ in range(turns)])
+    return [int(index) for index in order[: healing.steps]]
 
 
 def _identity(

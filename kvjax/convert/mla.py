@@ -22,8 +22,8 @@ from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model, from_checkpoint
 from kvjax.models import Checkpoint
 
-CALIBRATION_TOKENS = 16_384
-"""Most tokens that a conversion measures, of all that it is given."""
+MEASURED_TOKENS = 32_768
+"""Tokens that a conversion measures unless it is told; some hundreds for each axis of a latent."""
 
 UNIT = 8
 """Elements of a latent that are shared out among layers at once; of rotated ones, half as many."""
@@ -60,6 +60,7 @@ def convert_mla(
     *,
     rank: int,
     rope_dim: int,
+    tokens: int = MEASURED_TOKENS,
     even: bool = False,
     seed: int = 0,
     pairs: Sequence[Pairs] | None = None,
@@ -77,10 +78,11 @@ def convert_mla(
 
     Args:
       model: without latents, sliding windows, soft caps or norms of queries and keys.
-      windows: token ids of texts, a row each; 16,384 tokens of them
-        are measured.
+      windows: token ids of texts, a row each.
       rank: elements of a layer's latent, at most 2 x KV heads x head_dim - `rope_dim`.
       rope_dim: rotated elements of a layer, even, at most KV heads x head_dim.
+      tokens: most that are measured, of all parts of the windows. Few hundred an axis are few: the
+        axes are then those of these texts.
       even: whether all layers have the same sizes.
       seed: of the tokens that the loss draws.
       pairs: of `measured_pairs`, which serve all sizes; None measures them.
@@ -91,11 +93,16 @@ def convert_mla(
     """
     check_convertible(model)
     check_sizes(model, rank=rank, rope_dim=rope_dim)
+    check_integer("tokens", tokens, 1)
     report = progress or (lambda phase, share: None)
     report("convert", 0.0)
     if pairs is None:
         pairs = measured_pairs(
-            model, windows, seed=seed, progress=lambda phase, share: report(phase, 0.5 * share)
+            model,
+            windows,
+            tokens=tokens,
+            seed=seed,
+            progress=lambda phase, share: report(phase, 0.5 * share),
         )
     counts = [rope_dim // 2] * len(pairs)
     if not even:
@@ -108,7 +115,7 @@ def convert_mla(
         report("convert", 1.0)
         return Converted(whole, _reports(pairs, rotated, None, room))
     between = from_checkpoint(whole, name=model.name, dtype=model.dtype)
-    windows = _measured(windows)
+    windows = _measured(windows, tokens)
     seen = _summed(
         between, windows, latents_seen, seed, lambda share: report("convert", 0.5 + 0.5 * share)
     )
@@ -124,6 +131,7 @@ def measured_pairs(
     model: Model,
     windows: Int32[np.ndarray, "n W"],
     *,
+    tokens: int = MEASURED_TOKENS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Pairs]:
@@ -132,12 +140,17 @@ def measured_pairs(
     Args:
       model: one that `check_convertible` lets pass.
       windows: see `convert_mla`.
+      tokens: see `convert_mla`.
       seed: see `convert_mla`.
       progress: called with "convert" and how much of it is done.
     """
     report = progress or (lambda phase, share: None)
     needs = _summed(
-        model, _measured(windows), rotation_needs, seed, lambda share: report("convert", share)
+        model,
+        _measured(windows, tokens),
+        rotation_needs,
+        seed,
+        lambda share: report("convert", share),
     )
     return [mixed_pairs(of_layer) for of_layer in needs]
 
@@ -202,9 +215,9 @@ def check_sizes(model: Model, *, rank: int, rope_dim: int) -> None:
         )
 
 
-def _measured(windows: Int32[np.ndarray, "n W"]) -> Int32[np.ndarray, "m W"]:
+def _measured(windows: Int32[np.ndarray, "n W"], tokens: int) -> Int32[np.ndarray, "m W"]:
     """Of many windows, as many as are measured, from all parts of the texts."""
-    most = max(CALIBRATION_TOKENS // windows.shape[1], 1)
+    most = max(tokens // windows.shape[1], 1)
     return windows[:: -(-len(windows) // most)]
 
 

@@ -84,7 +84,7 @@ def _products(
         [nothing, nothing, -factor.imag, -factor.real],
     ]
     linear = np.stack([np.concatenate(row, axis=-1) for row in rows], axis=-2)
-    return np.einsum("hfjai,hfik,hfjbk->hfjab", linear, moments, linear, optimize=True)
+    return np.asarray(np.einsum("hfjai,hfik,hfjbk->hfjab", linear, moments, linear, optimize=True))
 
 
 def kept(lost: Float64[np.ndarray, "half G"], count: int) -> Int64[np.ndarray, "count 2"]:

@@ -10,7 +10,7 @@ from jaxtyping import Float32
 
 from kvjax.convert.heal import Healed, Healing, heal
 from kvjax.convert.judge import Judgement, final_states, judged
-from kvjax.convert.mla import Converted, LayerReport, convert_mla
+from kvjax.convert.mla import MEASURED_TOKENS, Converted, LayerReport, convert_mla
 from kvjax.convert.pairs import Pairs
 from kvjax.convert.texts import Texts
 from kvjax.decode.calls import Progress
@@ -89,6 +89,7 @@ def convert_and_judge(
     *,
     rank: int,
     rope_dim: int,
+    tokens: int = MEASURED_TOKENS,
     even: bool = False,
     seed: int = 0,
     pairs: Sequence[Pairs] | None = None,
@@ -104,6 +105,7 @@ def convert_and_judge(
       texts: of `split_texts`.
       rank: see `convert_mla`.
       rope_dim: see `convert_mla`.
+      tokens: see `convert_mla`.
       even: see `convert_mla`.
       seed: see `convert_mla`.
       pairs: see `convert_mla`.
@@ -121,6 +123,7 @@ def convert_and_judge(
         texts.learnt,
         rank=rank,
         rope_dim=rope_dim,
+        tokens=tokens,
         even=even,
         seed=seed,
         pairs=pairs,
@@ -128,7 +131,8 @@ def convert_and_judge(
     )
     report("judge", 0.0)
     states = final_states(model, texts.held_out)
-    checkpoint, losses = made.checkpoint, ()
+    checkpoint = made.checkpoint
+    losses: tuple[float, ...] = ()
     first, spec = _judged(model, checkpoint, texts, states), model.spec
     report("judge", 1.0)
     second = None

@@ -64,25 +64,23 @@ def rotation_needs(
     ]
     slopes, seen = jax.grad(loss, has_aux=True)(still)
     return tuple(
-        _needs(layer, config.scale(index), positions, *seen[index], slopes[index])
+        _needs(layer, config.scale(index), positions, seen[index], slopes[index])
         for index, layer in enumerate(config.layers)
     )
 
 
 def _needs(
     layer: LayerConfig,
-    scale: float,
+    base_scale: float,
     positions: Int32[Array, " T"],
-    q: Float32[Array, "T H D"],
-    k: Float32[Array, "T G D"],
-    v: Float32[Array, "T G Dv"],
-    out: Float32[Array, "T H Dv"],
+    seen: tuple[Array, ...],
     slope: Float32[Array, "T H Dv"],
 ) -> RotationNeeds:
-    """Of one layer, whose queries and keys are turned."""
+    """Of one layer: turned queries [T, H, D] and keys [T, G, D], values, and what came of them."""
+    q, k, v, out = seen
     cosines, sines = rotations(layer, positions)
     sharpen = cosines[0, 0]  # the cosine of position 0: what yarn multiplies both sides by
-    scale = scale * sharpen * sharpen
+    scale = base_scale * sharpen * sharpen
     q, k = q / sharpen, k / sharpen
     q_still = rotate(q, cosines / sharpen, -sines / sharpen)
     k_still = rotate(k, cosines / sharpen, -sines / sharpen)

@@ -5,7 +5,8 @@ more, and the values become the latent. With all pairs rotated the model is the 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Complex128, Float64, Int64
@@ -18,7 +19,9 @@ Weights = dict[str, np.ndarray]
 
 
 def separated(
-    checkpoint: Checkpoint, pairs: list[Pairs], rotated: list[Int64[np.ndarray, "n 2"]]
+    checkpoint: Checkpoint,
+    pairs: Sequence[Pairs],
+    rotated: Sequence[Int64[np.ndarray, "n 2"]],
 ) -> Checkpoint:
     """The checkpoint of a model with latents of as many elements as are stored now.
 
@@ -56,7 +59,7 @@ def _scale(config: ModelConfig, layer: int) -> float:
     return config.scale(layer) * sharpen**2
 
 
-def _rows(weights: Mapping[str, np.ndarray], name: str) -> Float64[np.ndarray, "O I1"]:
+def _rows(weights: Mapping[str, Any], name: str) -> Float64[np.ndarray, "O I1"]:
     """A projection's rows, each with its bias (0 if there is none) behind it."""
     matrix = np.asarray(weights[f"{name}.weight"], np.float64)
     bias = weights.get(f"{name}.bias", np.zeros(len(matrix)))
