@@ -21,7 +21,7 @@ from kvjax.decode import Kept, attention_kept, distill_indexer, learn_and_hold_o
 from kvjax.decode.indexer_recall import HELD_OUT
 from kvjax.load import load
 from kvjax.model import Model
-from kvjax.policies import Indexer
+from kvjax.policies import DistilledIndexer
 
 HEADINGS = ("chosen by", "tokens read", "attention kept", "bytes read a token of context")
 
@@ -60,7 +60,7 @@ def main() -> int:
             status.update(f"{phase}: {share:.0%}")
 
         if options.indexer is not None:
-            indexer = Indexer.load(options.indexer)
+            indexer = DistilledIndexer.load(options.indexer)
         else:
             indexer = distill_indexer(
                 model, learned, tokens=options.tokens, steps=options.steps, progress=say

@@ -13,9 +13,10 @@ from kvjax.cli import options, prompt
 from kvjax.cli.calibrate import check_output
 from kvjax.cli.console import bars, errors, note
 from kvjax.cli.running import open_model
+from kvjax.decode.distill_indexer import check_settings
 from kvjax.decode.indexer_recall import HELD_OUT, Kept
 from kvjax.decode.layer_attention import LEAST_TOKENS
-from kvjax.policies.indexer import Indexer
+from kvjax.policies.indexer import DistilledIndexer
 
 app = typer.Typer(no_args_is_help=True, help="Learn a small network from a model.")
 
@@ -41,7 +42,7 @@ def distill_indexer(
         typer.Option(
             "--tokens",
             "-n",
-            min=2 * LEAST_TOKENS,
+            min=HELD_OUT * LEAST_TOKENS,
             help="Most that are read, of all texts in equal shares.",
         ),
     ] = 8192,
@@ -58,11 +59,16 @@ def distill_indexer(
     """Train a lightning indexer on a model's own attention, for `generate --indexer`.
 
     Takes minutes. A quarter of every text, its end, is not learned from: there the indexer is
-    compared with other ways to choose.
+    compared with other ways to choose. Steps of `generate` read pages that it chooses; what single
+    tokens would keep is told too, as in DeepSeek's sparse attention.
 
     Example: kvjax distill indexer report.txt -o indexer.json
     """
     check_output(output)
+    settings: dict[str, Any] = {
+        "heads": heads, "dim": dim, "steps": steps, "learning_rate": learning_rate, "seed": seed,
+    }  # fmt: skip
+    check_settings(**settings)
     texts = [prompt.read_text(file) for file in files]
     with bars() as progress:
         opened, _ = open_model(model, dtype=dtype, cache_dir=cache_dir, progress=progress)
@@ -71,11 +77,7 @@ def distill_indexer(
             opened,
             learned,
             tokens=tokens,
-            heads=heads,
-            dim=dim,
-            steps=steps,
-            learning_rate=learning_rate,
-            seed=seed,
+            **settings,
             progress=progress.share,
         )
         found.save(output)
@@ -92,7 +94,7 @@ def distill_indexer(
     )
 
 
-def _told(found: Indexer, kept: list[Kept], output: Path) -> dict[str, Any]:
+def _told(found: DistilledIndexer, kept: list[Kept], output: Path) -> dict[str, Any]:
     return {
         "output": str(output),
         "model": found.model,
@@ -102,7 +104,7 @@ def _told(found: Indexer, kept: list[Kept], output: Path) -> dict[str, Any]:
     }
 
 
-def _mean(found: Indexer, step: int) -> float:
+def _mean(found: DistilledIndexer, step: int) -> float:
     """The loss of a step, mean of layers."""
     losses = [each[step] for each in found.losses if each]
     return sum(losses) / len(losses)

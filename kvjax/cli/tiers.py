@@ -13,7 +13,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
-from kvjax.policies import Indexer, Place, Select, Window
+from kvjax.policies import DistilledIndexer, Place, Select, Window
 from kvjax.policies.tiering import NAMES
 
 PANEL = "Selected pages"
@@ -32,6 +32,7 @@ class TierOptions:
       codec: how pages are encoded in the store.
       hot_exact: whether near pages stay as the model made them.
       observe: last tokens of the prompt that say what is near at first.
+      indexer: the file that says what `select` selects by, or None.
     """
 
     select: Select | None
@@ -169,7 +170,7 @@ def tier_options(
             f"--select is {select!r} and --indexer is {indexer}: both say what selects the pages; "
             f"leave out one of them"
         )
-    by = select if indexer is None else Indexer.load(indexer)
+    by = select if indexer is None else DistilledIndexer.load(indexer)
     if by is not None:
         try:
             chosen = Select(by=by, **given)  # type: ignore[arg-type]  # Select refuses
@@ -179,8 +180,8 @@ def tier_options(
         if chosen is None and value != getattr(Select, option):
             name = option if option == "aggregate" else f"step-{option}"
             raise KvjaxError(
-                f"--{name} is of use with --select only: say what selects the pages, such as "
-                f"--select low-bit"
+                f"--{name} is of use with --select or --indexer only: say what selects the pages, "
+                f"such as --select low-bit"
             )
     if window is not None and window_plan is not None:
         raise KvjaxError(
@@ -221,8 +222,8 @@ def with_tiers(
         if tiers != TierOptions(None, Window()):
             raise KvjaxError(
                 "--window, --window-plan, --calibration, --observe, --codec, --page-order, "
-                "--keep-generated, --hot-exact and --evict are of use with --select only: say what "
-                "selects the pages, such as --select low-bit"
+                "--keep-generated, --hot-exact and --evict are of use with --select or --indexer "
+                "only: say what selects the pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()

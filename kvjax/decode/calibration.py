@@ -8,7 +8,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode.identity import fingerprint
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
-from kvjax.policies import Hierarchical, Indexer, PageIndex, RetroInfer, Window, WindowPlan
+from kvjax.policies import DistilledIndexer, Hierarchical, PageIndex, RetroInfer, Window, WindowPlan
 from kvjax.sealed import read_sealed, write_sealed
 
 MAGIC = "kvjax tier calibration"
@@ -136,14 +136,14 @@ class Calibration:
         return found
 
 
-def centroids_of(index: PageIndex | Indexer) -> int | None:
+def centroids_of(index: PageIndex | DistilledIndexer) -> int | None:
     """Pages (RetroInfer: tokens) that a centroid of an index stands for; None without centroids."""
     if isinstance(index, Hierarchical):
         return index.pages_per_cluster
     return index.tokens_per_cluster if isinstance(index, RetroInfer) else None
 
 
-def with_centroids(index: PageIndex | Indexer, per_centroid: int) -> PageIndex:
+def with_centroids(index: PageIndex | DistilledIndexer, per_centroid: int) -> PageIndex:
     """An index with another number of centroids.
 
     Args:

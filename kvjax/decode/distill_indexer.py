@@ -7,6 +7,7 @@ softmax over the tokens before a query from the layer's attention, the mean of a
 """
 
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from kvjax.decode.layer_attention import AttentionRule, Seen, layer_attention, r
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
-from kvjax.policies.indexer import Indexer
+from kvjax.policies.indexer import DistilledIndexer
 from kvjax.policies.lightning_indexer import (
     IndexerWeights,
     LayerIndexer,
@@ -68,7 +69,7 @@ def distill_indexer(
     learning_rate: float = 1e-3,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Indexer:
+) -> DistilledIndexer:
     """Train a lightning indexer for a model; takes minutes on a CPU for a small one.
 
     Args:
@@ -89,13 +90,7 @@ def distill_indexer(
       KvjaxError: a text is shorter than eight pages, a number is out of range, memory has no room
         for queries and keys, the model makes keys from latents, or all its layers have windows.
     """
-    check_integer("heads", heads, 1)
-    if check_integer("dim", dim, 4) % 4:
-        raise KvjaxError(f"dim is {dim}: must be a multiple of 4, since a half of it is turned")
-    check_integer("steps", steps, 1)
-    check_integer("seed", seed, 0)
-    if not 0 < learning_rate < 1:
-        raise KvjaxError(f"learning_rate is {learning_rate!r}: must be above 0 and below 1")
+    check_settings(heads=heads, dim=dim, steps=steps, learning_rate=learning_rate, seed=seed)
     report = progress or (lambda phase, share: None)
     report("distill", 0.0)
     seen = read_attention(model, texts, tokens)
@@ -121,7 +116,29 @@ def distill_indexer(
         learned.append(LayerIndexer.of(weights, rule.frequencies, rule.sharpen))
         losses.append(lost)
         report("distill", (index + 1) / len(seen))
-    return Indexer(fingerprint(model), tuple(learned), tuple(losses))
+    return DistilledIndexer(fingerprint(model), tuple(learned), tuple(losses))
+
+
+def check_settings(*, heads: int, dim: int, steps: int, learning_rate: float, seed: int) -> None:
+    """Refuse what `distill_indexer` refuses, before a text is read.
+
+    Args:
+      heads: see there.
+      dim: see there.
+      steps: see there.
+      learning_rate: see there.
+      seed: see there.
+
+    Raises:
+      KvjaxError: one of them is out of range.
+    """
+    check_integer("heads", heads, 1)
+    if check_integer("dim", dim, 4) % 4:
+        raise KvjaxError(f"dim is {dim}: must be a multiple of 4, since a half of it is turned")
+    check_integer("steps", steps, 1)
+    check_integer("seed", seed, 0)
+    if not (isinstance(learning_rate, numbers.Real) and 0 < learning_rate < 1):
+        raise KvjaxError(f"learning_rate is {learning_rate!r}: must be above 0 and below 1")
 
 
 def _train(

@@ -25,11 +25,11 @@ from kvjax.decode.layer_attention import (
 )
 from kvjax.decode.program import compiled
 from kvjax.decode.texts import texts_as_ids
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.policies import Hierarchical, LowBitKeys, MeanKeys, PageIndex, PerPage, QuestBounds
 from kvjax.policies.index import mass_of_scores
-from kvjax.policies.indexer import Indexer
+from kvjax.policies.indexer import DistilledIndexer
 from kvjax.policies.lightning_indexer import IndexerWeights
 from kvjax.policies.low_bit import ExactKeys
 from kvjax.policies.select import select
@@ -57,7 +57,7 @@ class Kept:
 
     Attributes:
       method: its name.
-      one_of: it reads one of so many tokens before a query.
+      one_of: it reads one of so many tokens before a query, rounded up to whole pages.
       attention: share of the heads' attention that goes to what is read; mean of layers, heads and
         queries.
       read_bytes: that a layer reads a step for every token before the query, of the index and of
@@ -81,9 +81,11 @@ def learn_and_hold_out(
       tokens: most that are used, of all texts in equal shares.
 
     Raises:
-      KvjaxError: the last part of a text is shorter than eight pages.
+      KvjaxError: the last part of a text is shorter than eight pages, or `tokens` is too small.
     """
-    rows = [ids[: tokens // len(texts)] for ids in texts_as_ids(model, texts, tokens)]
+    most = check_integer("tokens", tokens, HELD_OUT * LEAST_TOKENS)
+    rows = texts_as_ids(model, texts, most)
+    rows = [ids[: most // len(rows)] for ids in rows]
     for row, ids in enumerate(rows):
         if len(ids) // HELD_OUT < LEAST_TOKENS:
             raise KvjaxError(
@@ -100,7 +102,7 @@ def learn_and_hold_out(
 
 def attention_kept(
     model: Model,
-    indexer: Indexer,
+    indexer: DistilledIndexer,
     texts: inputs.PromptLike | Sequence[inputs.PromptLike],
     *,
     tokens: int = 4096,
@@ -109,7 +111,8 @@ def attention_kept(
     """Compare what an indexer chooses with what others do, on texts that it was not learned of.
 
     Queries are the last 32 tokens of every part of a text. What is after the last full page is read
-    by all; the pages of others include the first and the last.
+    by all. Of the pages before, all read as many tokens: those that choose pages the first page,
+    the last and others, those that choose tokens any, for all heads of a layer alike.
 
     Args:
       model: that the indexer was learned of.
@@ -133,9 +136,11 @@ def attention_kept(
             continue
         rule = AttentionRule.of(model, index)
         pair = 2 * 2 * layer.num_kv_heads * layer.head_dim  # bytes of a token's key and value
+        pages = (seen.keys.shape[1] - QUERIES) // DEFAULT_PAGE_SIZE
         for name, one_of, kept, scanned in _layer_kept(rule, learned.weights, seen):
             found.setdefault((name, one_of), []).append(kept)
-            read.setdefault((name, one_of), []).append(scanned + pair / one_of)
+            share = _room(pages, one_of) / pages
+            read.setdefault((name, one_of), []).append(scanned + pair * share)
         report("judge", (index + 1) / len(layers))
     return [
         Kept(name, one_of, float(np.mean(shares)), float(np.mean(read[name, one_of])))
@@ -163,6 +168,11 @@ def _layer_kept(
     return rows
 
 
+def _room(pages: int, one_of: int) -> int:
+    """Pages, or as many tokens, that are read of those before a query."""
+    return max(-(-pages // one_of), 2)
+
+
 def _queries(seen: Any) -> tuple[Int32[Array, " R"], int]:
     """The positions of queries, and the full pages before the first of them."""
     length = seen.keys.shape[0]
@@ -182,8 +192,8 @@ def _share(attention: Float32[Array, "R Hq T"], chosen: Any, pages: int) -> Floa
 
 def _best_tokens(scores: Float32[Array, "R T"], one_of: int, pages: int) -> Any:
     """Which tokens of the pages are chosen, all heads alike: bool [R, 1, T]."""
-    tokens = pages * DEFAULT_PAGE_SIZE
-    best = lax.top_k(scores[:, :tokens], tokens // one_of)[1]
+    room = _room(pages, one_of) * DEFAULT_PAGE_SIZE
+    best = lax.top_k(scores[:, : pages * DEFAULT_PAGE_SIZE], room)[1]
     row = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
     return jnp.zeros(scores.shape, bool).at[row, best].set(True)[:, None]
 
@@ -247,7 +257,7 @@ def _chosen(
     mass: Float32[Array, "R H N"], one_of: int, pages: int, kv_heads: int, seen: Any
 ) -> Any:
     """Which tokens are in chosen pages: bool [R, Hq or 1, T]."""
-    room = max(pages // one_of, 2)
+    room = _room(pages, one_of)
 
     def choose(row: Array) -> Array:
         return select(row, jnp.int32(pages), room=room, kv_heads=kv_heads)

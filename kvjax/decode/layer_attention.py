@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from kvjax.decode import inputs
 from kvjax.decode.program import compiled
@@ -52,8 +52,8 @@ class AttentionRule(NamedTuple):
 class Seen(NamedTuple):
     """What a layer's attention was given for C texts of T tokens, before the rotation."""
 
-    queries: Float[Array, "C T Hq D"]
-    keys: Float[Array, "C T Hkv D"]
+    queries: Any  # float32 [C, T, Hq, D], in NumPy until a layer's turn
+    keys: Any  # float32 [C, T, Hkv, D]
 
 
 def read_attention(
@@ -69,6 +69,8 @@ def read_attention(
     Raises:
       KvjaxError: see `distill_indexer`.
     """
+    most = check_integer("tokens", tokens, LEAST_TOKENS)
+    rows = texts_as_ids(model, texts, most)
     layers = model.config.layers
     if any(layer.latent is not None for layer in layers):
         raise KvjaxError(
@@ -80,8 +82,6 @@ def read_attention(
             f"all layers of {model.name} have sliding windows: they choose nothing, so there is "
             f"nothing to learn"
         )
-    most = check_integer("tokens", tokens, LEAST_TOKENS)
-    rows = texts_as_ids(model, texts, most)
     parts = _parts(rows, most, model.config.max_context)
     _check_memory(model, parts.size)
     seen: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in layers]
@@ -91,7 +91,7 @@ def read_attention(
         for kept, new in zip(seen, jax.device_get(program(*given)), strict=True):
             kept.append(new)
     return [
-        Seen(*(jnp.asarray(np.stack(each)) for each in zip(*kept, strict=True)))
+        Seen(*(np.stack(each) for each in zip(*kept, strict=True)))
         if layer.window is None
         else None
         for layer, kept in zip(layers, seen, strict=True)

@@ -13,10 +13,17 @@ from jaxtyping import Array, Float, Float32, Int32
 from kvjax.models import ModelConfig
 from kvjax.models.rope import frequencies
 from kvjax.pallas_kernels.output import AttentionOutput
-from kvjax.policies import EstimatingIndex, Indexer, LayerIndexer, LowRank, PageIndex, Select
+from kvjax.policies import (
+    DistilledIndexer,
+    EstimatingIndex,
+    LayerIndexer,
+    LowRank,
+    PageIndex,
+    Select,
+)
 
 
-def index_for(select: Select, config: ModelConfig) -> PageIndex | Indexer:
+def index_for(select: Select, config: ModelConfig) -> PageIndex | DistilledIndexer:
     """What pages of a model are chosen by: "low-rank" undoes the rotation that all layers share.
 
     Args:

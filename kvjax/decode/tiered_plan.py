@@ -15,7 +15,7 @@ from kvjax.decode.tiered_state import TieredShapes
 from kvjax.errors import KvjaxError
 from kvjax.formats import Format
 from kvjax.model import Model
-from kvjax.policies import Choice, Indexer, Select, Window
+from kvjax.policies import Choice, DistilledIndexer, Select, Window
 from kvjax.policies.budget import Budget
 from kvjax.spec import KVSpec, pages_for
 
@@ -39,7 +39,7 @@ def tiered_plan(
     _check_context(model, lengths, new_tokens)
     stored = place is not None and place.store is not None
     check_layers(model, stored=stored)
-    if isinstance(select.by, Indexer):
+    if isinstance(select.by, DistilledIndexer):
         select.by.check(model=fingerprint(model), name=model.name)
     if place is not None:
         check_codec(place.codec, cache_spec(model, cache).dtype)

@@ -14,7 +14,7 @@ from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
 from kvjax.pallas_kernels.support import Implementation
-from kvjax.policies import Choice, Indexer, PageIndex
+from kvjax.policies import Choice, DistilledIndexer, PageIndex
 from kvjax.spec import KVSpec
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class TieredShapes:
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first
     micro_batches: int  # parts of the batch that pages are selected and read for apart
-    index: PageIndex | Indexer
+    index: PageIndex | DistilledIndexer
     choice: Choice
     attention: Implementation | None
     format: Format | None = None  # how full pages are kept
@@ -64,7 +64,7 @@ class TieredShapes:
         Args:
           layer: one of `selecting`.
         """
-        if not isinstance(self.index, Indexer):
+        if not isinstance(self.index, DistilledIndexer):
             return self.index
         learned = self.index.layers[layer]
         assert learned is not None

@@ -4,7 +4,7 @@ from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, imp
 from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import EstimatingIndex, PageIndex, PerPage
-from kvjax.policies.indexer import Indexer
+from kvjax.policies.indexer import DistilledIndexer
 from kvjax.policies.lightning_indexer import LayerIndexer
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.low_rank import LowRank
@@ -20,10 +20,10 @@ from kvjax.policies.window_scaling import TrafficProfile, exact_windows, greedy_
 __all__ = [
     "Choice",
     "Clustering",
+    "DistilledIndexer",
     "EstimatingIndex",
     "ExactKeys",
     "Hierarchical",
-    "Indexer",
     "LayerIndexer",
     "LowBitKeys",
     "LowRank",

@@ -17,7 +17,7 @@ _AGAIN = "distil it again, with `kvjax distill indexer`"
 
 
 @dataclasses.dataclass(frozen=True)
-class Indexer:
+class DistilledIndexer:
     """What `kvjax.decode.distill_indexer` learned of a model. Hashable, static under jit.
 
     Attributes:
@@ -65,7 +65,7 @@ class Indexer:
         write_sealed(path, body, magic=MAGIC, version=VERSION)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Indexer":
+    def load(cls, path: str | os.PathLike[str]) -> "DistilledIndexer":
         """Read a file that `save` wrote.
 
         Args:

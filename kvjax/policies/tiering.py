@@ -10,7 +10,7 @@ from kvjax.errors import KvjaxError, check_integer
 from kvjax.policies.budget import Budget
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import PageIndex, PerPage
-from kvjax.policies.indexer import Indexer
+from kvjax.policies.indexer import DistilledIndexer
 from kvjax.policies.low_bit import ExactKeys, LowBitKeys
 from kvjax.policies.low_rank import LowRank
 from kvjax.policies.magicpig import MagicPIG
@@ -53,7 +53,7 @@ class Select:
         product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179);
         "low-rank", keys before their rotation in few dimensions (ShadowKV's); "keys", the exact
         keys, an oracle that keeps all of them on the device; or any `kvjax.policies.PageIndex`, or
-        an `Indexer` that was learned of the model's own attention.
+        a `DistilledIndexer` that was learned of the model's own attention.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the query heads of a KV head agree: by the "sum", "max" or "mean" of their
         attention, or by turns, "query", each naming the page it attends to most; see `Choice`.
@@ -64,7 +64,7 @@ class Select:
     """
 
     budget: str = "6.25%"
-    by: By | PageIndex | Indexer = "low-bit"
+    by: By | PageIndex | DistilledIndexer = "low-bit"
     bits: int = 3
     aggregate: Aggregate = "sum"
     pooling: float = 0.0
@@ -72,10 +72,11 @@ class Select:
     def __post_init__(self) -> None:
         Budget(self.budget)
         named = isinstance(self.by, str) and self.by in NAMES
-        index = isinstance(self.by, PageIndex | Indexer) and not isinstance(self.by, type)
+        index = isinstance(self.by, PageIndex | DistilledIndexer) and not isinstance(self.by, type)
         if not (named or index):
             raise KvjaxError(
-                f"by is {self.by!r}: must be one of {', '.join(NAMES)}, a PageIndex or an Indexer"
+                f"by is {self.by!r}: must be one of {', '.join(NAMES)}, a PageIndex or a "
+                f"DistilledIndexer"
             )
         if not _is_number(self.pooling):
             raise KvjaxError(f"pooling is {self.pooling!r}: must be a number from 0 to 1")
@@ -89,7 +90,7 @@ class Select:
         self.index()
         self.choice()
 
-    def index(self) -> PageIndex | Indexer:
+    def index(self) -> PageIndex | DistilledIndexer:
         """What pages are chosen by; `LowRank` without the rotation, which is the model's."""
         if not isinstance(self.by, str):
             return self.by

@@ -6,7 +6,7 @@ import pytest
 import typer.testing
 
 from kvjax.cli import app
-from kvjax.policies import Indexer
+from kvjax.policies import DistilledIndexer
 from tests.kvjax.tiny_gguf import write_gguf
 
 DOCUMENT = "a bad abbot had a bag and a cab. " * 3
@@ -36,7 +36,7 @@ def test_an_indexer_is_distilled_and_chooses_pages(run, folder, tmp_path):
     result = run("distill", "indexer", folder / "text.txt", "-o", file, *SMALL, "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
-    assert told["layers"] == len(Indexer.load(file).learned) == 2
+    assert told["layers"] == len(DistilledIndexer.load(file).learned) == 2
     kept = {(each["method"], each["one_of"]): each for each in told["attention_kept"]}
     assert 0 < kept["indexer, tokens", 16]["attention"] <= 1
     assert kept["page means", 8]["read_bytes"] > kept["page means", 16]["read_bytes"]

@@ -14,7 +14,7 @@ from kvjax.policies import MeanKeys, PerPage, Place, Select, Window
 from kvjax.policies.tiering import NAMES
 from tests.kvjax.decode.tiny import model, prompt
 
-BY = f"must be one of {', '.join(NAMES)}, a PageIndex or an Indexer"
+BY = f"must be one of {', '.join(NAMES)}, a PageIndex or a DistilledIndexer"
 AMOUNT = "must be an amount and a unit, such as '5%', '64 pages', '1024 tokens' or '8MB'"
 TIMES = r"must be 0 \(keep nothing\) or a number of at least 1"
 SECONDS = "must be a number of seconds above 0"

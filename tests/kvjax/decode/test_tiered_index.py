@@ -25,7 +25,7 @@ from kvjax.policies import (
 from kvjax.policies.index import live_keys
 from kvjax.policies.tiering import NAMES
 from tests.kvjax.decode.forced import forced_logits
-from tests.kvjax.decode.tiny import attention, config, model, no_cache_logits, prompt
+from tests.kvjax.decode.tiny import CONFIGS, attention, config, model, no_cache_logits, prompt
 
 SIZE = 8
 LENGTHS, TOKENS = (85, 64, 30), 27  # pages begin, end, and fill while decoding
@@ -133,10 +133,18 @@ def test_all_pages_are_exact_whatever_the_scores(by):
             np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_low_rank_keys_are_those_before_the_models_rotation(name):
-    """Unless its layers rotate differently."""
-    index = index_for(Select(by="low-rank"), made(name).config)
-    wanted = 10_000.0 ** (-np.arange(4) / 4) if name == "llama" else []
+@pytest.mark.parametrize(
+    ("of", "theta"),
+    [
+        (CONFIGS["llama"], 1e4),
+        (CONFIGS["gemma"], 1e6),  # of the layer that has no window
+        (config(attention(rope_theta=1e4), attention(rope_theta=1e6)), None),
+    ],
+    ids=["llama", "gemma", "two rotations"],
+)
+def test_low_rank_keys_are_those_before_the_models_rotation(of, theta):
+    """Unless layers that choose pages rotate differently."""
+    index = index_for(Select(by="low-rank"), of)
+    wanted = [] if theta is None else theta ** (-np.arange(4) / 4)
     np.testing.assert_allclose(index.frequencies, wanted, rtol=1e-6)
-    assert index_for(Select(by=LowRank(3)), made(name).config) == LowRank(3)
+    assert index_for(Select(by=LowRank(3)), of) == LowRank(3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.policies import Indexer, LayerIndexer
+from kvjax.policies import DistilledIndexer, LayerIndexer
 from kvjax.policies.lightning_indexer import initial_weights
 from tests.kvjax.policies import indexes
 from tests.kvjax.policies.indexes import DIM, HEADS, KV_HEADS, PAGES, SIZE, build, page_mass
@@ -116,9 +116,11 @@ def test_other_heads_are_refused():
 
 
 def test_a_file_gives_back_what_was_saved_and_says_what_is_wrong(tmp_path):
-    index = Indexer("ab" * 32, (indexer(), None, indexer(sharpen=1.2)), ((2.0, 1.0), (), (3.0,)))
+    index = DistilledIndexer(
+        "ab" * 32, (indexer(), None, indexer(sharpen=1.2)), ((2.0, 1.0), (), (3.0,))
+    )
     index.save(tmp_path / "indexer.json")
-    again = Indexer.load(tmp_path / "indexer.json")
+    again = DistilledIndexer.load(tmp_path / "indexer.json")
     assert again == index
     assert hash(again) == hash(index)
     assert again.losses == index.losses
@@ -129,6 +131,6 @@ def test_a_file_gives_back_what_was_saved_and_says_what_is_wrong(tmp_path):
     text = (tmp_path / "indexer.json").read_text()
     (tmp_path / "flipped.json").write_text(text.replace("1.2", "1.3"))
     with pytest.raises(KvjaxError, match="is damaged"):
-        Indexer.load(tmp_path / "flipped.json")
+        DistilledIndexer.load(tmp_path / "flipped.json")
     with pytest.raises(KvjaxError, match="does not exist"):
-        Indexer.load(tmp_path / "none.json")
+        DistilledIndexer.load(tmp_path / "none.json")
