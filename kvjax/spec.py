@@ -368,8 +368,9 @@ class KVSpec:
 
         A window layer reads its window; a shared layer reads the other layer's pages again,
         although nothing is stored for it twice. A layer that chooses tokens reads the index keys of
-        all and the latents of the chosen; more of these where whole pages are read, which
-        `pages_of_tokens` counts.
+        all and the latents of the chosen. There it is a lower bound: where whole pages are read,
+        they hold more latents (`pages_of_tokens` counts them), and a step reads index keys as soon
+        as a sequence's pages have room for more tokens than are chosen, though it has no more yet.
 
         Args:
           tokens: cached tokens, the newest included.

@@ -95,7 +95,9 @@ def _sharing(get: Fields, depth: int) -> tuple[bool, ...]:
     types = get.get("indexer_types", get.get("index_topk_pattern"))
     if types is None:
         every, offset = get.count("index_topk_freq", 1), get.count("index_skip_topk_offset", 2)
-        return tuple(max(i - offset + 1, 0) % max(every, 1) != 0 for i in range(depth))
+        if every < 1:
+            raise ValueError(f"index_topk_freq={every} must be at least 1")
+        return tuple(max(i - offset + 1, 0) % every != 0 for i in range(depth))
     names = {"F": "full", "S": "shared"}
     types = [names.get(one, one) for one in types]
     if len(types) != depth or not {*types} <= {"full", "shared"}:

@@ -12,7 +12,7 @@ from kvjax.cli import options, prompt
 from kvjax.cli.console import Bars, bars, errors, note
 from kvjax.cli.running import open_model
 from kvjax.convert import Healing, Report, convert_and_judge, save_folder, split_texts
-from kvjax.convert.healing_files import HealingFiles
+from kvjax.convert.healing_files import check_healing_folder
 from kvjax.convert.mla import MEASURED_TOKENS, check_convertible, check_sizes
 from kvjax.convert.plot import can_plot, plot_losses
 from kvjax.convert.texts import LEAST_TOKENS
@@ -72,7 +72,7 @@ def convert_mla(
     ] = 0,
     train: Annotated[
         str, typer.Option(help="What distillation changes: attention, or all layers' weights.")
-    ] = "attention",
+    ] = Healing.parts,
     learning_rate: Annotated[
         float, typer.Option(help="Of distillation, at its height.")
     ] = Healing.learning_rate,
@@ -90,8 +90,18 @@ def convert_mla(
     --heal 200
     """
     _check_output(output)
+    kept = output.with_name(f"{output.name}.healing")
     healing = None
+    for option, value, default in (
+        ("train", train, Healing.parts),
+        ("learning-rate", learning_rate, Healing.learning_rate),
+    ):
+        if not heal and value != default:
+            raise KvjaxError(
+                f"--{option} is of use with --heal only: say how many steps, such as --heal 200"
+            )
     if heal:
+        check_healing_folder(kept)
         settings: dict[str, Any] = {"parts": train, "learning_rate": learning_rate, "seed": seed}
         healing = Healing(steps=heal, **settings)
     contents = [prompt.read_text(file) for file in text] if text else [_shipped()]
@@ -100,7 +110,6 @@ def convert_mla(
         check_convertible(opened)
         check_sizes(opened, rank=rank, rope_dim=rope_dim)
         texts = split_texts(opened, contents)
-        kept = output.with_name(f"{output.name}.healing")
         found = convert_and_judge(
             opened,
             texts,
@@ -114,13 +123,10 @@ def convert_mla(
             progress=progress.share,
             healing_progress=lambda step, loss: _show_step(progress, step, heal, loss),
         )
-        save_folder(output, found.checkpoint)
-    (output / "conversion.json").write_text(json.dumps(found.as_dict(), indent=1) + "\n")
-    if healing is not None:
-        HealingFiles.at(kept, {}).drop()
-        if can_plot():
-            plot_losses(output / "healing.png", found.losses)
-        else:
+        save_folder(output, found.checkpoint, more=lambda folder: _tell(folder, found))
+    if found.files is not None:
+        found.files.drop()
+        if not can_plot():
             note("no picture of the losses: matplotlib is missing; pip install 'kvjax[docs]'")
     if as_json:
         print(json.dumps({"output": str(output), **found.as_dict()}))
@@ -142,6 +148,14 @@ def _check_output(path: Path) -> None:
         raise KvjaxError(f"{path} is already there: name a new folder")
     path.mkdir(parents=True)
     path.rmdir()
+
+
+def _tell(folder: Path, found: Report) -> None:
+    """Writes beside a model what became of it."""
+    told = json.dumps(found.as_dict(), indent=1) + "\n"
+    (folder / "conversion.json").write_text(told, encoding="utf-8")
+    if found.losses and can_plot():
+        plot_losses(folder / "healing.png", found.losses)
 
 
 def _shipped() -> str:

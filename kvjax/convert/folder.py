@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from collections.abc import Callable
 
 import numpy as np
 import safetensors.numpy
@@ -13,7 +14,12 @@ from kvjax.models.hf_config import OWN_TYPE
 from kvjax.storage.files import publish
 
 
-def save_folder(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+def save_folder(
+    path: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    *,
+    more: Callable[[pathlib.Path], None] | None = None,
+) -> None:
     """Write config.json, model.safetensors and the tokenizer; the folder appears whole or not.
 
     Tensors have this package's names, and config.json holds a whole `ModelConfig`.
@@ -21,6 +27,7 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     Args:
       path: the folder, which must not be there.
       checkpoint: whose weights to write, in the dtypes that they have.
+      more: writes other files that belong to it; called with the unfinished folder.
 
     Raises:
       KvjaxError: it is there already.
@@ -41,6 +48,8 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
             text = tokenizer.backend.to_str()
             (unfinished / "tokenizer.json").write_text(text, encoding="utf-8")
             _write_json(unfinished / "tokenizer_config.json", _settings(tokenizer))
+        if more is not None:
+            more(unfinished)
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, object]:

@@ -18,7 +18,7 @@ from kvjax.convert.checkpoint import checkpoint_of
 from kvjax.convert.healing_files import HealingFiles
 from kvjax.convert.judge import final_states
 from kvjax.convert.surprise import LOGIT_ROWS
-from kvjax.convert.texts import positions_of
+from kvjax.convert.texts import check_windows, positions_of
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, check_integer
@@ -79,10 +79,12 @@ class Healed:
     Attributes:
       checkpoint: the model.
       losses: of every step, the KL divergence from the original on its window, nats a token.
+      files: what was kept on the way, to `drop` once the model is written.
     """
 
     checkpoint: Checkpoint
     losses: tuple[float, ...]
+    files: HealingFiles
 
 
 def heal(
@@ -109,9 +111,10 @@ def heal(
       progress: called with the steps done and the last one's loss.
 
     Raises:
-      KvjaxError: `folder` holds what another model, other texts or other settings gave, or a loss
-        is not finite.
+      KvjaxError: there is no window, an id is not in the vocabulary, `folder` holds what another
+        model, other texts or other settings gave or what is no run, or a loss is not finite.
     """
+    check_windows(original, windows)
     student = from_checkpoint(converted, name="converted", dtype="float32")
     weights = checkpoint_of(student).weights
     learnt = {name: jnp.asarray(x) for name, x in weights.items() if _learns(name, healing.parts)}
@@ -140,7 +143,7 @@ def heal(
         if step % healing.keep_every == 0 and step < healing.steps:
             files.keep(step, losses, (learnt, state))
     made = {name: np.asarray(x) for name, x in {**fixed, **learnt}.items()}
-    return Healed(dataclasses.replace(converted, weights=made), tuple(losses))
+    return Healed(dataclasses.replace(converted, weights=made), tuple(losses), files)
 
 
 def _learns(name: str, parts: Parts) -> bool:

@@ -16,6 +16,7 @@ from kvjax.convert.pairs import Pairs, kept, mixed_pairs
 from kvjax.convert.rotation_needs import rotation_needs
 from kvjax.convert.separate import separated
 from kvjax.convert.share_out import shared_out
+from kvjax.convert.texts import check_windows
 from kvjax.decode.calls import Progress
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, check_integer
@@ -89,11 +90,13 @@ def convert_mla(
       progress: called with "convert" and how much of it is done.
 
     Raises:
-      KvjaxError: the model is of another kind, or a number is out of range.
+      KvjaxError: the model is of another kind, a number is out of range, or there is no window.
     """
     check_convertible(model)
     check_sizes(model, rank=rank, rope_dim=rope_dim)
     check_integer("tokens", tokens, 1)
+    check_integer("seed", seed, 0)
+    check_windows(model, windows)
     report = progress or (lambda phase, share: None)
     report("convert", 0.0)
     if pairs is None:
@@ -143,7 +146,13 @@ def measured_pairs(
       tokens: see `convert_mla`.
       seed: see `convert_mla`.
       progress: called with "convert" and how much of it is done.
+
+    Raises:
+      KvjaxError: a number is out of range, or there is no window.
     """
+    check_integer("tokens", tokens, 1)
+    check_integer("seed", seed, 0)
+    check_windows(model, windows)
     report = progress or (lambda phase, share: None)
     needs = _summed(
         model,

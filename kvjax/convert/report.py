@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.convert.heal import Healed, Healing, heal
+from kvjax.convert.healing_files import HealingFiles
 from kvjax.convert.judge import Judgement, final_states, judged
 from kvjax.convert.mla import MEASURED_TOKENS, Converted, LayerReport, convert_mla
 from kvjax.convert.pairs import Pairs
@@ -34,6 +35,8 @@ class Report:
       converted: what conversion alone gave, on text that was not learnt from.
       healed: the same after healing; None if there was none.
       losses: of each step of healing.
+      files: what healing kept on the way, to `drop` once the model is written; None if there was
+        no healing.
     """
 
     checkpoint: Checkpoint
@@ -44,6 +47,7 @@ class Report:
     converted: Judgement
     healed: Judgement | None
     losses: tuple[float, ...]
+    files: HealingFiles | None
 
     @property
     def final(self) -> Judgement:
@@ -133,6 +137,7 @@ def convert_and_judge(
     states = final_states(model, texts.held_out)
     checkpoint = made.checkpoint
     losses: tuple[float, ...] = ()
+    files: HealingFiles | None = None
     first, spec = _judged(model, checkpoint, texts, states), model.spec
     report("judge", 1.0)
     second = None
@@ -140,7 +145,7 @@ def convert_and_judge(
         healed: Healed = heal(
             model, checkpoint, texts.learnt, healing, folder=folder, progress=healing_progress
         )
-        checkpoint, losses = healed.checkpoint, healed.losses
+        checkpoint, losses, files = healed.checkpoint, healed.losses, healed.files
         second = _judged(model, checkpoint, texts, states)
     elements = sum(layer.rank + layer.rope_dim for layer in made.layers)
     return Report(
@@ -152,6 +157,7 @@ def convert_and_judge(
         converted=first,
         healed=second,
         losses=losses,
+        files=files,
     )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from kvjax.decode import inputs
-from kvjax.errors import KvjaxError, as_kvjax_error
+from kvjax.decode.texts import texts_as_ids
+from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
 from kvjax.model import Model
 from kvjax.models import check_tokens
 from kvjax.spec import DEFAULT_PAGE_SIZE
@@ -51,14 +52,10 @@ def split_texts(
       KvjaxError: there is no text, it has fewer than four pages of tokens, an id is not in the
         vocabulary, or it is text and the model has no tokenizer.
     """
-    if len(texts) == 0:
-        raise KvjaxError("texts is empty: give a text, token ids, or a list of either")
-    one = isinstance(texts, str) or (not isinstance(texts[0], str) and np.ndim(texts[0]) == 0)
-    several: Sequence[inputs.PromptLike] = [texts] if one else texts  # type: ignore[list-item, assignment]
+    check_integer("window", window, 2, ": the first token of one is not predicted")
     learnt: list[int] = []
     held_out: list[int] = []
-    for row, text in enumerate(several):
-        ids = _token_ids(model, text, f"text {row}")
+    for row, ids in enumerate(texts_as_ids(model, texts, None)):
         if len(ids) < LEAST_TOKENS:
             raise KvjaxError(
                 f"text {row} has {len(ids)} tokens: at least {LEAST_TOKENS} (four pages) are "
@@ -83,22 +80,24 @@ def windows_of(ids: list[int], width: int) -> Int32[np.ndarray, "n W"]:
     return np.asarray(ids[: count * width], np.int32).reshape(count, width)
 
 
-def _token_ids(model: Model, text: inputs.PromptLike, what: str) -> list[int]:
-    """The ids of a text of any length.
+def check_windows(model: Model, windows: Int32[np.ndarray, "n W"]) -> None:
+    """Refuse windows that nothing can be learnt from.
+
+    Args:
+      model: whose vocabulary they are of.
+      windows: token ids.
 
     Raises:
-      KvjaxError: as `split_texts` does.
+      KvjaxError: there is none, or an id is not in the vocabulary.
     """
+    shape = np.shape(windows)
+    if len(shape) != 2 or 0 in shape:
+        raise KvjaxError(
+            f"windows has shape {shape}: must be [n, W], at least one row of at least one token "
+            f"id, as split_texts makes them of texts"
+        )
     with as_kvjax_error():
-        if isinstance(text, str):
-            if model.tokenizer is None:
-                raise KvjaxError(
-                    f"{what} is text, but {model.name} came without a tokenizer: give token ids"
-                )
-            text = model.tokenizer.encode(text)
-        ids = [int(token) for token in np.asarray(text).reshape(-1)]
-        check_tokens(np.asarray(text), model.config.vocab_size)
-    return ids
+        check_tokens(windows, model.config.vocab_size)
 
 
 def positions_of(tokens: Int32[Array, " T"]) -> Int32[Array, " T"]:

@@ -11,14 +11,14 @@ from kvjax.model import Model
 
 
 def texts_as_ids(
-    model: Model, texts: inputs.PromptLike | Sequence[inputs.PromptLike], most: int
+    model: Model, texts: inputs.PromptLike | Sequence[inputs.PromptLike], most: int | None
 ) -> list[list[int]]:
-    """The ids of each text; of one that is longer than the model's context, as many as are used.
+    """The ids of each text, which may be longer than the model's context.
 
     Args:
       model: whose tokenizer and vocabulary to use.
       texts: one text or several, as texts or token ids.
-      most: tokens of a text that are used.
+      most: tokens of a text that are used, so that no more of it need be read; None is all.
 
     Raises:
       KvjaxError: as `inputs.token_ids` does.
@@ -30,7 +30,8 @@ def texts_as_ids(
     rows = []
     for row, text in enumerate(several):
         if isinstance(text, str) and isinstance(model, Model) and model.tokenizer is not None:
+            length = None if most is None else most * model.tokenizer.longest_token
             with as_kvjax_error():
-                text = model.tokenizer.encode(text[: most * model.tokenizer.longest_token])
+                text = model.tokenizer.encode(text[:length])
         rows.append(inputs.token_ids(model, text, f"text {row}"))
     return rows

@@ -146,6 +146,7 @@ def test_yarn_without_mscale_sharpens_cosines():
             {"model_type": "glm_moe_dsa", "index_topk_pattern": "S" + "F" * 60},
             "layer 0 shares a choice of tokens, and no layer before it has one",
         ),
+        ({"model_type": "glm_moe_dsa", "index_topk_freq": 0}, "index_topk_freq=0 must be at least"),
         ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "for each of 61 layers"),
         ({"model_type": "deepseek_v32", "mlp_layer_types": ["dense"]}, "mlp_layer_types is"),
         ({"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4'; kvjax reads .*deepseek_v3"),

@@ -195,9 +195,22 @@ def test_chunks_see_what_one_query_at_a_time_sees(rows, monkeypatch):
 
 
 def test_blocks_without_tokens_are_not_visited(monkeypatch):
-    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 16)
-    arrays, _, wanted = batch_and_answer(CASES[1])
-    assert_close(run("xla", CASES[1], arrays), wanted)
+    """Keys of pages that do not count are NaN, which damage the blocks that are visited."""
+    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 16)  # two pages
+    counts, width, size = np.asarray([3, 0, 5]), 7, 8
+    counted = np.arange(width) < counts[:, None]
+    visited = np.arange(width) < -(-counts[:, None] // 2) * 2
+    keys = np.ones((3 * width, size, 16), np.float32)
+    keys[~counted.reshape(-1)] = np.nan
+    ids = jnp.arange(3 * width, dtype=jnp.int32).reshape(3, width)
+    q, weights = jnp.ones((3, 2, 4, 16)), jnp.ones((3, 2, 4))
+    score = quick(in_xla.lightning_scores_xla)
+    scores = score(q, weights, jnp.asarray(keys), None, ids, jnp.asarray(counts, jnp.int32))
+    by_page = np.asarray(scores).reshape(3, 2, width, size)
+    damaged = np.broadcast_to((visited & ~counted)[:, None, :, None], by_page.shape)
+    np.testing.assert_array_equal(np.isnan(by_page), damaged)
+    assert damaged.any()
+    assert (by_page.swapaxes(1, 2)[counted] == 64).all()
 
 
 def lexsorted(scores, visible, k):

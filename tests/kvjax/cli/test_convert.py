@@ -71,6 +71,8 @@ REFUSED = [
     (["--rank", 8, "--rope-dim", 5], "--rope-dim is 5: must be even and at most 32"),
     (["--rank", 8, "--rope-dim", 8, "--heal", 1, "--train", "mlp"], "--train is 'mlp'"),
     (["--rank", 8, "--rope-dim", 8, "--heal", 1, "--learning-rate", -1], "--learning-rate is -1.0"),
+    (["--rank", 8, "--rope-dim", 8, "--train", "mlp"], "--train is of use with --heal only: say"),
+    (["--rank", 8, "--rope-dim", 8, "--learning-rate", 1], "--learning-rate is of use with --heal"),
     (["--rank", 8, "--rope-dim", 8, "--text", "short.txt"], "text 0 has 8 tokens: at least 64"),
     (["--rank", 8, "--rope-dim", 8, "--text", "none.txt"], "none.txt: No such file"),
 ]
@@ -92,6 +94,17 @@ def test_nothing_is_written_over(run, folder, monkeypatch):
     result = run("convert", "mla", "tiny.gguf", "text.txt", "--rank", 8, "--rope-dim", 8)
     assert result.exit_code == 2
     assert "text.txt is already there: name a new folder" in result.stderr
+
+
+def test_a_folder_that_is_no_run_is_refused_before_the_model_is_read(run, tmp_path):
+    kept = tmp_path / "new.healing"
+    kept.mkdir()
+    (kept / "mine.txt").write_text("a thesis")
+    words = ["--rank", 8, "--rope-dim", 8, "--heal", 1]
+    result = run("convert", "mla", tmp_path / "none.gguf", tmp_path / "new", *words)
+    assert result.exit_code == 2
+    assert "new.healing is already there and holds no checkpoint" in result.stderr
+    assert (kept / "mine.txt").read_text() == "a thesis"
 
 
 def test_help_has_an_example():

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax import KvjaxError
 from kvjax.convert import Healing, convert_mla, heal, judged, split_texts
+from kvjax.convert.healing_files import HealingFiles, check_healing_folder
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, random_checkpoint
 from tests.kvjax.decode.tiny import config, prompt
@@ -90,6 +91,33 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(
     other = dataclasses.replace(HEALING, learning_rate=1e-3)
     with pytest.raises(KvjaxError, match=r"run holds a run with learning_rate=0.003, and this one"):
         heal(model, converted, windows.learnt, other, folder=folder)
+    files = again.files
+    with pytest.raises(KvjaxError, match="run holds a run with seed=0, and this one has 1"):
+        dataclasses.replace(files, identity=files.identity | {"seed": 1}).drop()
+    assert folder.exists()
+    files.drop()
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_no_run_is_refused_and_stays(model, converted, windows, tmp_path):
+    (tmp_path / "mine").write_text("a thesis")
+    files = HealingFiles.at(tmp_path, {})
+    for call in (
+        lambda: heal(model, converted, windows.learnt, HEALING, folder=tmp_path),
+        lambda: files.drop(),
+        lambda: check_healing_folder(tmp_path / "mine"),
+    ):
+        with pytest.raises(KvjaxError, match="is already there and holds no checkpoint"):
+            call()
+    (tmp_path / "mine").unlink()
+    assert files.newest("fresh") == (0, [], "fresh")
+    files.drop()
+    assert tmp_path.exists()
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "mine").write_text("a thesis")
+    with pytest.raises(KvjaxError, match="holds no whole checkpoint"):
+        files.drop()
+    assert (tmp_path / "2024" / "mine").exists()
 
 
 @pytest.mark.parametrize(

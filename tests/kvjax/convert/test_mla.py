@@ -5,7 +5,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheConfig, KvjaxError
-from kvjax.convert import convert_mla, judged, save_folder, split_texts
+from kvjax.convert import Healing, convert_mla, heal, judged, save_folder, split_texts
 from kvjax.convert.checkpoint import checkpoint_of
 from kvjax.convert.share_out import shared_out
 from kvjax.model import from_checkpoint
@@ -106,6 +106,21 @@ def test_a_model_with_latents_is_refused(exact):
         convert_mla(exact, np.zeros((1, 16), np.int32), rank=8, rope_dim=8)
 
 
+@pytest.mark.parametrize(
+    ("windows", "changed", "message"),
+    [
+        (np.zeros((0, 16), np.int32), {}, r"windows has shape \(0, 16\): must be \[n, W\]"),
+        (np.full((1, 16), 64, np.int32), {}, "token id 64 at index 0 is outside the vocabulary"),
+        (np.zeros((1, 16), np.int32), {"seed": -1}, "seed is -1: must be an integer of at least 0"),
+    ],
+)
+def test_windows_and_seeds_that_make_no_sense_are_refused(model, windows, changed, message):
+    with pytest.raises(KvjaxError, match=message):
+        convert_mla(model, windows, rank=8, rope_dim=8, **changed)
+    with pytest.raises(KvjaxError, match=message):
+        heal(model, checkpoint_of(model), windows, Healing(1, **changed))
+
+
 def test_texts_are_split_and_short_ones_refused(model):
     both = split_texts(model, [prompt(640), prompt(160, seed=1)], window=64)
     assert (
@@ -121,14 +136,31 @@ def test_texts_are_split_and_short_ones_refused(model):
         split_texts(model, "a text")
     with pytest.raises(KvjaxError, match="token id 64 at index 70"):
         split_texts(model, [*prompt(70), 64])
+    with pytest.raises(KvjaxError, match=r"text 0 is .*: must be a list of token ids"):
+        split_texts(model, [[prompt(70), prompt(70)]])
+    with pytest.raises(KvjaxError, match="model is None: must be what"):
+        split_texts(None, "a text")
+    with pytest.raises(KvjaxError, match="window is 0: must be an integer of at least 2"):
+        split_texts(model, prompt(100), window=0)
 
 
 def test_a_folder_is_read_again(exact, tmp_path):
     made = checkpoint_of(exact)
-    save_folder(tmp_path / "mla", made)
+    save_folder(tmp_path / "mla", made, more=lambda folder: (folder / "told").touch())
+    assert (tmp_path / "mla" / "told").exists()
     again = kvjax.load(tmp_path / "mla", dtype="float32")
     assert again.config == exact.config
     ids = prompt(30, seed=6)
     np.testing.assert_array_equal(no_cache_logits(again, ids), no_cache_logits(exact, ids))
     with pytest.raises(KvjaxError, match="mla is already there"):
         save_folder(tmp_path / "mla", made)
+
+
+def test_a_folder_is_written_whole_or_not(exact, tmp_path):
+    def fail(folder):
+        assert (folder / "model.safetensors").exists()
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        save_folder(tmp_path / "mla", checkpoint_of(exact), more=fail)
+    assert list(tmp_path.iterdir()) == []
