@@ -3,7 +3,7 @@
 DeepSeek's sparse attention (DeepSeek-V3.2-Exp, section 2.1) scores a token s for a query t by
 I = sum over heads j of w[t, j] * ReLU(q[t, j] . k[s]), in few dimensions and with one key a token.
 Theirs reads a layer's input; this one reads what attention reads, the queries and keys of all heads
-before their rotation, so that it fits models that have none and can be built of the keys in a cache.
+before their rotation, so that models that have none get one, built of the keys in a cache.
 """
 
 import dataclasses
