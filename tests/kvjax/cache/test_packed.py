@@ -116,7 +116,10 @@ def expected(format, layer, rows, tokens):
     return out
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in ("fp8", "int4") else []) for x in FORMATS],
+)
 def test_what_a_sequence_holds_does_not_depend_on_how_it_came(name):
     format, tokens = FORMATS[name], 77
     given = rows(tokens)

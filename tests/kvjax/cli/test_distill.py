@@ -31,6 +31,7 @@ def run(folder):
     return invoke
 
 
+@pytest.mark.slow
 def test_an_indexer_is_distilled_and_chooses_pages(run, folder, tmp_path):
     file = tmp_path / "indexer.json"
     result = run("distill", "indexer", folder / "text.txt", "-o", file, *SMALL, "--json")

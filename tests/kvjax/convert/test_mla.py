@@ -52,6 +52,7 @@ def test_latent_pages_give_what_keys_and_values_give(model, exact):
     assert theirs.stats.bytes_per_token == 2 * 48 * 4
 
 
+@pytest.mark.slow
 def test_less_costs_more_and_little_costs_little(model, windows):
     """Of 48 elements 40, 32 and 16, the same share of them rotated."""
     found = []

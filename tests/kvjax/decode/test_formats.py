@@ -170,6 +170,7 @@ def test_a_layer_has_a_packing_of_its_own():
     assert format.layer(of, 0) == LayerFormat(int4().keys, int4().values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_stream_is_what_one_program_draws(length):
     """Prompts shorter than the newest tokens that stay, too."""

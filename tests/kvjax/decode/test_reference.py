@@ -84,6 +84,7 @@ def test_smollm2_scores(real):
     assert_scores(*real("smollm2-135m"), "text1k")
 
 
+@pytest.mark.slow
 def test_smollm2_greedy(real):
     assert_greedy(*real("smollm2-135m"))
 

@@ -89,6 +89,7 @@ def test_a_format_that_loses_nothing_changes_nothing(format, times):
         np.testing.assert_allclose(got[row], want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4", "int4, first 9 tokens"])
 def test_where_a_page_is_does_not_matter(format):
     _, near, stats = run(over_tiers(format, 9))
@@ -110,6 +111,7 @@ def test_fewer_bytes_are_fetched_and_kept():
     assert packed.host_bytes == plain.host_bytes * share
 
 
+@pytest.mark.slow
 def test_a_store_keeps_the_same_bytes(tmp_path):
     near = run(over_tiers("int4", 0))[1]
     cache = over_tiers("int4", 0, store=str(tmp_path), codec="zstd")

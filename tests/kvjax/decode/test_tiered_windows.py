@@ -93,6 +93,7 @@ def test_heads_use_no_more_slots_than_their_limit(limits):
     assert stats.misses == misses(limits)
 
 
+@pytest.mark.slow
 def test_a_store_and_fewer_rows_change_nothing(tmp_path):
     want = run(over_tiers(times=None), "one layer").logits
     cache = planned(((4, 13),), "one layer", store=str(tmp_path), host_bytes=0)
@@ -126,6 +127,7 @@ def profiled():
     return profile
 
 
+@pytest.mark.slow
 def test_a_profile_is_what_windows_miss(profiled):
     """Greater windows miss less, and one for all pages nothing that is ever near."""
     assert profiled.windows.tolist() == [4, 6, 8, TOTAL - 1]
