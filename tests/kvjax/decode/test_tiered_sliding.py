@@ -318,12 +318,9 @@ def who_lives_where():
 
 
 @pytest.mark.slow
-def test_gemma_draws_what_it_draws_without_tiers(request):
+def test_gemma_draws_what_it_draws_without_tiers(gguf_file):
     """All pages: the same tokens. An eighth: numbers and names still follow each other."""
-    path = request.config.getoption("--models") / "gemma3_270m.gguf"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    of, text = kvjax.load(path, dtype="float32"), who_lives_where()
+    of, text = kvjax.load(gguf_file("gemma3-270m"), dtype="float32"), who_lives_where()
     options = {"max_new_tokens": 16, "stop_at_eos": False}
     want = generate(of, text, **options)
     assert want.stats.prompt_tokens > 900  # of which windows reach 512
