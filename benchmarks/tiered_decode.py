@@ -28,9 +28,10 @@ from benchmarks.needles import Needle, document
 from benchmarks.reprefill_measure import Answer, divergence, right_answers
 from benchmarks.tiered_claims import HEADINGS, Point, claims, lines
 from benchmarks.tiered_measure import Decoded, decoded
-from benchmarks.tiered_methods import EXACT, METHODS, OURS, Method, place
+from benchmarks.tiered_methods import EXACT, MAPPED, METHODS, OURS, Method, place
 from benchmarks.tiered_windows import planned
 from kvjax.config import CacheConfig
+from kvjax.decode.tiered_layers import selecting
 from kvjax.load import load
 from kvjax.model import Model
 from kvjax.policies import Window
@@ -52,9 +53,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=None,
-        choices=list(METHODS),
+        choices=[MAPPED, *METHODS],
         metavar="METHOD",
-        help="all, or any of: " + "; ".join(METHODS),
+        help="all, or any of: " + "; ".join([MAPPED, *METHODS]),
     )
     options.add_argument("--questions", type=int, default=None, help="codes hidden; 4 by default")
     options.add_argument("--seed", type=int, default=0, help="of codes and places")
@@ -66,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     budgets = parsed.budgets or ("25" if parsed.quick else BUDGETS)
     parsed.contexts = [int(part) for part in contexts.split(",")]
     parsed.budgets = [float(part) for part in budgets.split(",")]
-    parsed.methods = parsed.methods or ([OURS] if parsed.quick else list(METHODS))
+    parsed.methods = parsed.methods or ([OURS] if parsed.quick else [MAPPED, *METHODS])
     parsed.questions = parsed.questions or (1 if parsed.quick else 4)
     return parsed
 
@@ -105,7 +106,19 @@ def _measure(
     forced = [answer.tokens for answer in exact.answers]
     keep = _Keeper(model, needles, exact, points, options.points)
     keep(context, 100, EXACT, exact, None)
-    for name in options.methods:
+    if MAPPED in options.methods:
+        with tempfile.TemporaryDirectory(prefix="kvjax-mapped-") as folder:
+            got = decoded(
+                model,
+                ids,
+                needles,
+                CacheConfig(),
+                forced,
+                lambda text: say(f"{context}, {MAPPED}: {text}"),
+                mapped=pathlib.Path(folder) / "prompt",
+            )
+        keep(context, 100, MAPPED, got, None)
+    for name in (name for name in options.methods if name != MAPPED):
         for budget in options.budgets:
             label = f"{context} tokens, {name}, {budget:g} %"
             with tempfile.TemporaryDirectory(prefix="kvjax-tiered-") as folder:
@@ -122,7 +135,7 @@ def _measure(
 
 
 def _cache(model: Model, method: Method, budget: float, folder: str, tokens: int) -> CacheConfig:
-    prompt_bytes = model.spec.bytes_per_token * tokens
+    prompt_bytes = selecting(model.spec).bytes_per_token * tokens
     where = place(method, f"{folder}/pages", prompt_bytes)
     return CacheConfig(
         select=method.select(f"{budget}%"),
@@ -146,14 +159,18 @@ class _Keeper:
         self, context: int, budget: float, name: str, got: Decoded, method: Method | None
     ) -> None:
         first, steps = divergence(self.exact.answers, got.answers)
-        spec, size = self.model.spec, CacheConfig().page_size
-        layer = spec.layers[0]
-        a_page = spec.bytes_per_page(size) / len(spec.layers) / layer.kv_heads
-        scanned = 0.0
+        size = CacheConfig().page_size
+        fetched = scanned = 0.0
         if method is not None:
+            spec = selecting(self.model.spec)  # layers with a sliding window choose nothing
+            layer = spec.layers[0]
+            a_page = spec.bytes_per_page(size) / len(spec.layers) / layer.kv_heads
+            fetched = got.missed * a_page
             index = method.select("5%").index()
             each = index.scanned_bytes_per_page(layer.kv_heads, layer.head_dim, size)
             scanned = each * (context // size) * len(spec.layers)
+        elif name == MAPPED:
+            fetched = self.model.spec.bytes_per_token * context
         self.points.append(
             Point(
                 context=context,
@@ -162,7 +179,7 @@ class _Keeper:
                 step_ms=1e3 * got.step_s,
                 pages=0 if got.tiers is None else got.tiers.pages_chosen,
                 hit_ratio=1 - got.missed / got.chosen if got.chosen else None,
-                fetched=got.missed * a_page,
+                fetched=fetched,
                 index_bytes=0 if got.tiers is None else got.tiers.index_bytes,
                 scanned=scanned,
                 kl_first=first,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.mapped_decode import MappedPrompt, mapped_step, nothing_newer
 from benchmarks.needles import Needle
 from benchmarks.reprefill_measure import Answer
 from kvjax.config import CacheConfig
@@ -22,11 +24,12 @@ from kvjax.decode.opening import empty_state, prefill_program
 from kvjax.decode.program import compiled
 from kvjax.decode.results import TierStats
 from kvjax.decode.sampling import make_sampler
-from kvjax.decode.shapes import plan
+from kvjax.decode.shapes import Shapes, plan
 from kvjax.decode.step import DecodeState, Rules, decode_step
 from kvjax.decode.tiered import TieredCall
 from kvjax.decode.tiered_step import tiered_step
 from kvjax.model import Model
+from kvjax.models import Decoder
 
 STEPS = 32
 """Tokens of an answer."""
@@ -63,6 +66,7 @@ def decoded(
     cache: CacheConfig,
     forced: list[list[int]] | None,
     say: Callable[[str], None],
+    mapped: pathlib.Path | None = None,
 ) -> Decoded:
     """Ask every question of one prefilled document; question and answer are decoded token by token.
 
@@ -73,10 +77,11 @@ def decoded(
       cache: with `select`, or without for all pages.
       forced: answers whose distributions are wanted; None takes the method's own.
       say: told what goes on.
+      mapped: a file to put the prompt into, from which every step reads all of it.
     """
     assert model.tokenizer is not None
     answers, times, traffic = [], [], []
-    with _prefilled(model, document, cache) as (state, static, stats):
+    with _prefilled(model, document, cache, mapped) as (state, static, stats):
         for index, needle in enumerate(needles):
             say(f"question {index + 1} of {len(needles)}")
             question = model.tokenizer.encode(needle.question, add_bos=False)
@@ -95,7 +100,9 @@ def decoded(
 
 
 @contextlib.contextmanager
-def _prefilled(model: Model, document: list[int], cache: CacheConfig) -> Iterator[Any]:
+def _prefilled(
+    model: Model, document: list[int], cache: CacheConfig, mapped: pathlib.Path | None
+) -> Iterator[Any]:
     """The state after a document, what its steps are specialised on, and the tiers' statistics."""
     new, meter = QUESTION + STEPS + 1, Meter()
     asking = rules(model, 1)
@@ -110,12 +117,26 @@ def _prefilled(model: Model, document: list[int], cache: CacheConfig) -> Iterato
         )
         state = empty_state(model, shapes, asking.limits, meter)
         state = prefill_program(model, document, shapes, state, meter)(state, lambda *_: None)
-        yield state, (model.graphdef, shapes, False), lambda: None
+        if mapped is None:
+            yield state, (model.graphdef, shapes, _all_pages), lambda: None
+            return
+        prompt = MappedPrompt(mapped, state.cache, len(document))
+        newer = nothing_newer(prompt, len(model.config.layers), new)
+        state = dataclasses.replace(state, cache=newer)
+        yield state, (model.graphdef, prompt, _from_disk), lambda: None
         return
     call = TieredCall(model, [document], new_tokens=new, cache=cache)
     with call.prefilled(asking, meter, lambda *_: None) as state:
         state = dataclasses.replace(state, step=state.step + 1)  # as after a drawn token
-        yield state, (model.graphdef, call.shapes, True), lambda: call.stats(state)
+        yield state, (model.graphdef, call.shapes, tiered_step), lambda: call.stats(state)
+
+
+def _all_pages(decoder: Decoder, shapes: Shapes, state: DecodeState, rules: Rules) -> DecodeState:
+    return decode_step(decoder, state, rules, implementation=shapes.attention)
+
+
+def _from_disk(decoder: Decoder, prompt: MappedPrompt, state: DecodeState, _: Rules) -> DecodeState:
+    return mapped_step(decoder, prompt, state)
 
 
 def _asked(
@@ -145,7 +166,7 @@ def _decode(
     count: jax.Array,
 ) -> Any:
     """Decode `count` tokens, those that are given or, where they are -1, the likeliest."""
-    graphdef, shapes, tiered = static
+    graphdef, shapes, one_step = static
     decoder = nnx.merge(graphdef, params)
     room = given.shape[0]
 
@@ -154,10 +175,7 @@ def _decode(
         before = logprobs[jnp.maximum(index - 1, 0)]
         token = jnp.where(given[index] < 0, jnp.argmax(before).astype(jnp.int32), given[index])
         state = dataclasses.replace(state, tokens=token[None])
-        if tiered:
-            state = tiered_step(decoder, shapes, state, rules)
-        else:
-            state = decode_step(decoder, state, rules, implementation=shapes.attention)
+        state = one_step(decoder, shapes, state, rules)
         found = jax.nn.log_softmax(decoder.logits(state.hidden), axis=-1)[0]
         return index + 1, state, logprobs.at[index].set(found), tokens.at[index].set(token)
 
@@ -165,7 +183,7 @@ def _decode(
     carry = (jnp.int32(0), state, jnp.zeros((room, vocabulary)), jnp.zeros((room,), jnp.int32))
     carry = jax.lax.while_loop(lambda carry: carry[0] < count, step, carry)
     _, state, logprobs, tokens = carry
-    if not tiered:
+    if one_step is not tiered_step:
         return logprobs, tokens, 0, 0
     traffic = state.cache.traffic
     return logprobs, tokens, jnp.sum(traffic.chosen), jnp.sum(traffic.missed)

@@ -16,8 +16,10 @@ from kvjax.policies.index import PageIndex
 from kvjax.policies.tiering import By
 
 EXACT = "all pages, in memory"
+MAPPED = "all pages, mapped from disk"
 OURS = "low-bit keys, window x3"
 PLANNED = "low-bit keys, planned windows"
+QUARTER = f"{OURS}, a quarter in host memory"
 PACKED = {name: f"low-bit keys, window x3, pages in {name}" for name in ("int8", "int4")}
 
 
@@ -52,7 +54,7 @@ METHODS: dict[str, Method] = {
     "low-bit keys, window x1": Method("low-bit", Window(1)),
     "low-bit keys, window x3, LRU": Method("low-bit", Window(3, "lru")),
     "low-bit keys, window x3, LFU": Method("low-bit", Window(3, "lfu")),
-    "low-bit keys, window x3, a quarter in host memory": Method("low-bit", host=0.25),
+    QUARTER: Method("low-bit", host=0.25),
     **{name: Method("low-bit", format=format) for format, name in PACKED.items()},
     "centroids, then low-bit keys": Method("hierarchical"),
     "centroids, then page means (KVDrive)": Method(Hierarchical(MeanKeys(), probe=0.5)),

@@ -6,6 +6,7 @@ from benchmarks.needles import document
 from benchmarks.tiered_measure import QUESTION, STEPS
 from kvjax.config import CacheConfig
 from kvjax.decode import plan_windows, profile_windows
+from kvjax.decode.tiered_layers import selecting
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.model import Model
 from kvjax.policies import WindowPlan
@@ -30,7 +31,9 @@ def planned(
     new = QUESTION + STEPS + 1  # as the benchmark has
     equal = tiered_plan(model, [tokens], new, cache)[0]
     slots = sum(map(sum, equal.slots))
-    memory = slots * model.spec.bytes_per_page(cache.page_size) // sum(map(len, equal.slots))
+    memory = (
+        slots * selecting(model.spec).bytes_per_page(cache.page_size) // sum(map(len, equal.slots))
+    )
     ids, (needle,) = document(model.tokenizer, tokens - QUESTION, 1, seed + 1)
     ids = ids + model.tokenizer.encode(needle.question, add_bos=False)
 
