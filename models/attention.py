@@ -19,7 +19,8 @@ Heads = Float[Array, "T H D"]
 Attend = Callable[[int, Heads, Heads, Heads, State], tuple[Heads, State]]
 """attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], state) -> (out [T, Hq, Dv], state).
 
-`layer` is a Python int; q, k and v are float32, rotated and normalised.
+`layer` is a Python int; q, k and v are float32, rotated and normalised. In a cross-decoder (YOCO),
+all layers are given the keys and values of its first.
 """
 
 

@@ -142,6 +142,7 @@ class ModelConfig:
     post_norms: bool = False  # RMSNorm after attention and after the MLP, before the residual sum
     activation: Activation = "silu"
     experts: Experts | None = None  # None: every layer has one MLP
+    cross_from: int | None = None  # first layer of a cross-decoder (YOCO); None: there is none
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "max_context"):
@@ -167,10 +168,41 @@ class ModelConfig:
                 f"attn_soft_cap={self.attn_soft_cap} must be None: layers with a latent have none"
             )
         check_sharing(tuple(layer.indexer for layer in self.layers))
+        if self.cross_from is not None:
+            self._check_cross(self.cross_from)
         if self.experts is not None and not {*self.experts.layers} <= {*range(len(self.layers))}:
             raise ValueError(
                 f"experts: layers={self.experts.layers} must be among 0..{len(self.layers) - 1}"
             )
+
+    def _check_cross(self, first: int) -> None:
+        depth = len(self.layers)
+        if not 1 <= first < depth:
+            raise ValueError(
+                f"cross_from={first} must be 1..{depth - 1}: the layers before it make what those "
+                f"of the cross-decoder read"
+            )
+        if self.qkv_bias or self.qk_norm or self.attn_soft_cap is not None:
+            raise ValueError(
+                f"qkv_bias={self.qkv_bias}, qk_norm={self.qk_norm} and attn_soft_cap="
+                f"{self.attn_soft_cap} must be False, False and None: cross-decoders have none"
+            )
+        for index, layer in enumerate(self.layers):
+            if layer.latent is not None:
+                raise ValueError(f"layer {index} has a latent and cross_from={first}: use one")
+        for index, layer in enumerate(self.layers[first:], first):
+            if layer.window is not None:
+                raise ValueError(
+                    f"layer {index}: window={layer.window} must be None: layers from "
+                    f"cross_from={first} on see all tokens"
+                )
+            if dataclasses.replace(layer, num_heads=layer.num_kv_heads) != dataclasses.replace(
+                self.layers[first], num_heads=self.layers[first].num_kv_heads
+            ):
+                raise ValueError(
+                    f"layer {index} is {layer}: from cross_from={first} on, keys and values are "
+                    f"those of that layer, so all but num_heads must be as in {self.layers[first]}"
+                )
 
     def scale(self, layer: int) -> float:
         """What layer `layer`'s attention scores are multiplied by."""

@@ -19,6 +19,7 @@ from kvjax.models.linear import Embedding, Linear, project, soft_cap
 from kvjax.models.mlp import MLP
 from kvjax.models.norm import RMSNorm
 from kvjax.models.rope import rotations
+from kvjax.models.yoco import CrossAttention, KeysValues
 
 
 class Layer(nnx.Module):
@@ -29,7 +30,11 @@ class Layer(nnx.Module):
         kind = Attention if layer.latent is None else LatentAttention
         kind = kind if layer.indexer is None else SparseLatentAttention
         self.attention_norm = RMSNorm(size, eps)
-        self.attention = kind(config, layer, dtype)
+        self.attention: Attention | LatentAttention | CrossAttention
+        if config.cross_from is not None and index >= config.cross_from:
+            self.attention = CrossAttention(config, layer, dtype, first=index == config.cross_from)
+        else:
+            self.attention = kind(config, layer, dtype)
         self.attention_post_norm = RMSNorm(size, eps) if config.post_norms else None
         self.mlp_norm = RMSNorm(size, eps)
         self.mlp: MLP | ExpertsMLP
@@ -46,17 +51,22 @@ class Layer(nnx.Module):
         turn: Rotations,
         attend: Attend[State],
         state: State,
-        choice: Any,
+        left: Any,
     ) -> tuple[Float32[Array, "T d"], State, Any]:
-        """The residual stream after layer `index`, and the newest choice of tokens, if any is."""
+        """The residual stream after layer `index`, and what it leaves to those after it.
+
+        That is the newest choice of tokens, or a cross-decoder's keys and values; None of others.
+        """
         y = self.attention_norm(x)
         if isinstance(self.attention, SparseLatentAttention):
-            y, state, choice = self.attention.chosen(index, y, turn, attend, state, choice)
+            y, state, left = self.attention.chosen(index, y, turn, attend, state, left)
+        elif isinstance(self.attention, CrossAttention):
+            y, state, left = self.attention.crossed(index, x, y, turn, attend, state, left)
         else:
             y, state = self.attention(index, y, turn, attend, state)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), state, choice
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), state, left
 
 
 class Decoder(nnx.Module):
@@ -98,16 +108,59 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states with the final norm applied, and the state of the last `attend`.
         """
+        x, state = self.through(
+            range(len(self.layers)), self.embedded(tokens), positions, attend, state
+        )
+        return self.norm(x), state
+
+    def embedded(self, tokens: Int32[Array, " T"]) -> Float32[Array, "T d"]:
+        """The residual stream before the first layer."""
         x = self.embed(tokens)
-        if self.config.embed_scale is not None:
-            x = x * self.config.embed_scale
+        return x if self.config.embed_scale is None else x * self.config.embed_scale
+
+    def through(
+        self,
+        layers: range,
+        x: Float32[Array, "T d"],
+        positions: Int32[Array, " T"],
+        attend: Attend[State],
+        state: State,
+    ) -> tuple[Float32[Array, "T d"], State]:
+        """Runs some layers in order: all, or those of one of the two decoders.
+
+        Args:
+            layers: their indices; a cross-decoder's are run from its first.
+            x: float32 [T, d], the residual stream before them.
+            positions: as in a call of the whole.
+            attend: likewise.
+            state: likewise.
+
+        Returns:
+            The residual stream after them, without the final norm, and the state.
+        """
         turns: dict[LayerConfig, Rotations] = {}
-        choice = None
-        for index, shape in enumerate(self.config.layers):
+        left = None
+        for index in layers:
+            shape = self.config.layers[index]
             if shape not in turns:
                 turns[shape] = rotations(shape, positions)
-            x, state, choice = self.layers[index](index, x, turns[shape], attend, state, choice)
-        return self.norm(x), state
+            x, state, left = self.layers[index](index, x, turns[shape], attend, state, left)
+        return x, state
+
+    def shared_keys_values(
+        self, x: Float32[Array, "T d"], positions: Int32[Array, " T"]
+    ) -> KeysValues:
+        """What the cross-decoder attends to, and all that it needs of most tokens.
+
+        Args:
+            x: float32 [T, d], the residual stream after the self-decoder.
+            positions: as in a call of the whole.
+        """
+        first = self.config.cross_from
+        assert first is not None
+        source = self.layers[first].attention.source
+        made: KeysValues = source(x, rotations(self.config.layers[first], positions))
+        return made
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float32[Array, "*batch V"]:
         """Scores of every token of the vocabulary, from hidden states this model returned."""

@@ -14,6 +14,7 @@ from kvjax.models.deepseek_files import (
     latent_of,
 )
 from kvjax.models.hf_fields import Fields
+from kvjax.models.yoco_files import YOCO_TYPE, yoco_config
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *DEEPSEEK_DEFAULTS)
 """`model_type` values read here; gemma3 (with vision) is read as its text part."""
@@ -53,12 +54,15 @@ def model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     kind = fields.get("model_type")
     if kind == OWN_TYPE:
         return _own_config(fields, source)
+    if kind == YOCO_TYPE:
+        return yoco_config(fields, source)
     if kind == "gemma3" and isinstance(fields.get("text_config"), Mapping):
         return model_config({"model_type": "gemma3_text", **fields["text_config"]}, source)
     check_deepseek(kind, fields, source)
     if kind not in MODEL_TYPES:
         raise ValueError(
-            f"{source}: model_type is {kind!r}; kvjax reads {', '.join(MODEL_TYPES)} and gemma3"
+            f"{source}: model_type is {kind!r}; kvjax reads {', '.join(MODEL_TYPES)}, "
+            f"{YOCO_TYPE} and gemma3"
         )
     get = Fields(source, fields, _DEFAULTS.get(kind, {}))
     get.refuse("quantization_config", "convert the checkpoint to bfloat16 or float32, or use GGUF")

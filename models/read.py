@@ -7,6 +7,7 @@ from kvjax.models.checkpoint import Checkpoint
 from kvjax.models.gguf_reader import read_gguf
 from kvjax.models.orbax_dir import read_orbax
 from kvjax.models.safetensors_dir import read_safetensors
+from kvjax.models.yoco_files import YOCO_SETTINGS
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
@@ -23,7 +24,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(f"path={path}: there is nothing")
     if (path / "_CHECKPOINT_METADATA").is_file():
         return read_orbax(path)
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / YOCO_SETTINGS).is_file():
         return read_safetensors(path)
     raise ValueError(
         f"path={path} holds no checkpoint kvjax reads: a GGUF file, a folder with config.json and "

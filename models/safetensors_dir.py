@@ -13,6 +13,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.deepseek_names import DEEPSEEK_LAYER, arranged, predicting_layers
 from kvjax.models.hf_config import OWN_TYPE, model_config
 from kvjax.models.tokenizer_dir import read_tokenizer
+from kvjax.models.yoco_files import YOCO_SETTINGS, YOCO_TYPE, in_halves, yoco_weight_name
 
 _FLOATS = ("float32", "float16", "bfloat16")
 _WHOLE = {
@@ -44,13 +45,14 @@ _NOT_TEXT = ("vision_tower.", "multi_modal_projector.")
 def read_safetensors(folder: str | pathlib.Path) -> Checkpoint:
     """Reads a folder as the transformers library saves it; weights keep their dtype.
 
-    In a folder that kvjax wrote, tensors have this package's names.
+    In a folder that kvjax wrote, tensors have this package's names. A released YOCO has a
+    `params.json` in the place of a `config.json`, and its own names.
 
     Raises:
         ValueError: a file is missing or damaged, or holds a model kvjax does not run; it is named.
     """
     folder = pathlib.Path(folder)
-    fields, where = read_json(folder / "config.json"), str(folder / "config.json")
+    fields, where = _settings(folder)
     config = model_config(fields, where)
     left_out = predicting_layers(fields, config, where)
     weights: dict[str, np.ndarray] = {}
@@ -58,7 +60,23 @@ def read_safetensors(folder: str | pathlib.Path) -> Checkpoint:
         weights.update(_read_shard(path, names, config, left_out))
     if config.layers[0].latent is not None and fields["model_type"] != OWN_TYPE:
         weights = arranged(weights, config, str(folder))
+    if fields["model_type"] == YOCO_TYPE:
+        weights = {name: in_halves(values, name, config) for name, values in weights.items()}
     return Checkpoint(config, weights, read_tokenizer(folder), str(folder))
+
+
+def _settings(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
+    """A model's configuration and the path of the file that it stands in."""
+    path, released = folder / "config.json", folder / YOCO_SETTINGS
+    if path.is_file() or not released.is_file():
+        return read_json(path), str(path)
+    fields = read_json(released)
+    if "n_self_heads" not in fields:
+        raise ValueError(
+            f"{released}: n_self_heads is missing, which YOCO's settings have; other models are "
+            f"read with a config.json"
+        )
+    return {**fields, "model_type": YOCO_TYPE}, str(released)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -135,6 +153,8 @@ def weight_name(tensor: str, config: ModelConfig) -> str | None:
 
     A name of no known kind is returned as it is, and refused when the model is built.
     """
+    if config.architecture == YOCO_TYPE:
+        return yoco_weight_name(tensor, config)
     if tensor.startswith(_NOT_TEXT) or tensor.removeprefix("model.").startswith(_NOT_TEXT):
         return None
     if tensor.endswith("rotary_emb.inv_freq"):
