@@ -10,6 +10,8 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.first_cases import first_cases
+
 # Tests interrupt child processes. A shell that runs the tests in the background has SIGINT ignored,
 # and a child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,6 +55,23 @@ def pytest_addoption(parser):
         default=REPOSITORY.parent / "models",
         help="folder with GGUF files of larger models; tests that need them skip without it",
     )
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="of a parametrised test only its first case; of kernels' tests every case",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what `--first-cases` does not want.
+
+    Cases of kernels are backends and dtypes, whose compilation is what JAX's versions differ in.
+    """
+    if not config.getoption("--first-cases"):
+        return
+    wanted, others = first_cases(items, REPOSITORY / "tests/pallas_kernels")
+    config.hook.pytest_deselected(items=others)
+    items[:] = wanted
 
 
 @pytest.fixture(autouse=True)
