@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("kvjax", "models", "pallas_kernels", "storage")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.slow
 
 
 def pip(*words):

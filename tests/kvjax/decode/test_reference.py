@@ -18,7 +18,6 @@ TAGS = {
     "gemma3-270m": "gemma3_270m",
     "qwen2.5-coder-0.5b": "qwen2.5_coder_0.5b",
 }
-pytestmark = pytest.mark.xdist_group("real models")  # one process holds them
 
 
 @functools.lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from tests.kvjax.formats.bounds import attention_bound, attention_of
 from tests.kvjax.formats.samples import encoded, relative, values_of
 from tests.kvjax.formats.test_packing import stretched
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real models")]
+pytestmark = pytest.mark.slow
 TAGS = {"smollm2-135m": "smollm2_135m", "qwen2.5-coder-0.5b": "qwen2.5_coder_0.5b"}
 PAGE, PAGES = 32, 8
 
