@@ -81,6 +81,28 @@ def test_the_whole_loop_is_one_program(there):
 
 
 @pytest.mark.slow
+def test_a_ring_of_pages_is_part_of_the_loop(there):
+    """A layer with a window of 100 tokens keeps eight pages a row, and others choose."""
+    call = Call(128, window=100)
+    shapes, state = tiered(call)
+    with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
+        program, _ = compiled(
+            _decode,
+            (call.model.graphdef, shapes),
+            *on(there, (call.params, state, call.rules)),
+            donate=(1,),
+        )
+    text = program.as_text()
+    ring = state.cache.keys[0]
+    assert ring.shape == (shapes.batch * 8, 2, 16, 128)
+    assert "while(" in text
+    assert text.count("tpu_custom_call") >= 2
+    of_ring = rf"bf16\[{ring.shape[0]},2,16,128\]"
+    assert re.findall(of_ring, text)
+    assert not re.findall(rf"{of_ring}\S* (?:copy|copy-start|transpose)\(", text)
+
+
+@pytest.mark.slow
 def test_prefill_is_a_program_that_writes_its_slots_in_place(there):
     call = Call(128)
     shapes, state = tiered(call)

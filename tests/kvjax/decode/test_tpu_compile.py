@@ -47,9 +47,9 @@ def there(monkeypatch):
 class Call:
     """The static and dynamic arguments of a call with two prompts."""
 
-    def __init__(self, head_dim):
-        layer = LayerConfig(4, 2, head_dim)
-        config = ModelConfig("llama", 512, 256, 512, (layer, layer), max_context=4096)
+    def __init__(self, head_dim, window=None):
+        layers = (LayerConfig(4, 2, head_dim, window), LayerConfig(4, 2, head_dim))
+        config = ModelConfig("llama", 512, 256, 512, layers, max_context=4096)
         model = from_checkpoint(random_checkpoint(config), name="random", dtype="bfloat16")
         self.model = model
         self.shapes = plan(
