@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.errors import KvjaxError
 from kvjax.models import LayerConfig, ModelConfig, Tokenizer
 from kvjax.models.checkpoint import Checkpoint, Params, build
 from kvjax.spec import KVSpec, LayerSpec
@@ -48,8 +49,29 @@ def kv_spec(
       expanded: whether layers with latents keep the keys and values that are made of them.
       index_dtype: of the keys that an indexer chooses tokens by, if not `dtype`.
     """
-    layers = tuple(_layer_spec(layer, expanded) for layer in config.layers)
-    return KVSpec(layers, dtype, index_dtype)
+    layers = [_layer_spec(layer, expanded) for layer in config.layers]
+    if config.cross_from is not None:
+        readers = len(layers) - config.cross_from - 1
+        layers[config.cross_from + 1 :] = [LayerSpec.shared_with(config.cross_from)] * readers
+    return KVSpec(tuple(layers), dtype, index_dtype)
+
+
+def check_own_keys(model: Model) -> None:
+    """Refuse a model in which some layers make no keys and values of their own.
+
+    Args:
+      model: the caller's.
+
+    Raises:
+      KvjaxError: it has a cross-decoder.
+    """
+    first = model.config.cross_from
+    if first is not None:
+        raise KvjaxError(
+            f"{model.name} has a cross-decoder, whose layers ({first} to "
+            f"{len(model.config.layers) - 1}) read keys and values that one of them makes: this is "
+            f"for models whose layers make their own"
+        )
 
 
 def _layer_spec(layer: LayerConfig, expanded: bool) -> LayerSpec:

@@ -158,8 +158,10 @@ class Decoder(nnx.Module):
         """
         first = self.config.cross_from
         assert first is not None
-        source = self.layers[first].attention.source
-        made: KeysValues = source(x, rotations(self.config.layers[first], positions))
+        attention = self.layers[first].attention
+        assert isinstance(attention, CrossAttention)
+        assert attention.source is not None
+        made: KeysValues = attention.source(x, rotations(self.config.layers[first], positions))
         return made
 
     def logits(self, hidden: Float[Array, "*batch d"]) -> Float32[Array, "*batch V"]:

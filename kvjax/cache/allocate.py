@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.pages import copy_pages
+from kvjax.cache.pages import copy_pages, copy_rings
 from kvjax.cache.state import COUNTS, SEQUENCES, Integers, PagedKVCache, Reservation, as_int32
 from kvjax.errors import KvjaxError, check_integer
 
@@ -116,6 +116,8 @@ def fork(
 ) -> tuple[PagedKVCache, Reservation]:
     """Make `target` a sequence with `source`'s tokens, sharing every full page.
 
+    Rings, which layers with a window may keep, are copied.
+
     The open tail page is copied at once (copy-on-write with the write foreseen: the next token
     goes there), so whoever appends next writes to a page of its own and neither sees the other.
     Whatever `target` held before is released. Pages `source` only reserved are not shared.
@@ -152,6 +154,7 @@ def fork(
     table = jnp.where((column == full) & open_tail, fresh, table)
     tail = jnp.where(open_tail & ok, fresh, cache.num_pages)
     copied = copy_pages(emptied, old[jnp.minimum(full, cache.max_pages - 1)][None], tail[None])
+    copied = copy_rings(copied, source, target, ok)
     result = dataclasses.replace(
         copied,
         block_tables=jnp.where(ok, emptied.block_tables.at[target].set(table), cache.block_tables),

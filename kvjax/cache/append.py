@@ -39,13 +39,24 @@ def append(
 
     Raises:
       KvjaxError: not one array a layer, one of another shape than the layer's, `cu_lengths` that
-        are no integers, a wrong number of sequences, or layers that keep index keys too.
+        are no integers, a wrong number of sequences, or layers that keep index keys too, that
+        are shared, or that keep rings.
     """
     layers = len(cache.spec.layers)
     if any(pages is not None for pages in cache.index_pages):
         raise KvjaxError(
             "the cache keeps index keys, and append is given none: use reserve, write and "
             "write_index in each layer, and advance"
+        )
+    if any(layer.shared is not None for layer in cache.spec.layers):
+        raise KvjaxError(
+            "the cache has layers that share another's pages, and append writes every layer: use "
+            "reserve, write in each layer that stores, and advance"
+        )
+    if any(cache.ring(layer) for layer in range(layers)):
+        raise KvjaxError(
+            "the cache has layers that keep the last pages only, and append writes every layer "
+            "alike: use reserve, token_slots and write in each layer, and advance"
         )
     if len(keys) != layers or len(values) != layers:
         raise KvjaxError(

@@ -194,7 +194,7 @@ def _of(cache: PagedKVCache, layer: int) -> tuple[Recent, LayerFormat]:
 
 
 def _pools(cache: PagedKVCache, layer: int) -> tuple[PackedPages, PackedPages]:
-    keys, values = cache.k_pages[layer], cache.v_pages[layer]
+    keys, values = cache.pools(layer)
     assert isinstance(keys, PackedPages)
     assert isinstance(values, PackedPages)
     return keys, values

@@ -16,7 +16,10 @@ from kvjax.pallas_kernels.support import target_platform
 
 
 def token_slots(
-    cache: PagedKVCache, sequences: Int32[Array, " T"], positions: Int32[Array, " T"]
+    cache: PagedKVCache,
+    sequences: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    layer: int = 0,
 ) -> tuple[Int32[Array, " T"], Int32[Array, " T"]]:
     """Where tokens go: the page and the slot within it.
 
@@ -24,6 +27,7 @@ def token_slots(
       cache: the cache, with pages reserved.
       sequences: int32 [T], the sequence of each token; B or more is padding.
       positions: int32 [T], each token's index among its sequence's cached tokens, from 0.
+      layer: in which layer; layers differ where some keep rings.
 
     Returns:
       Page ids int32 [T], N for padding and for tokens without a page (writes there are dropped),
@@ -31,7 +35,7 @@ def token_slots(
     """
     column = positions // cache.page_size
     known = (sequences < cache.batch) & (column < cache.max_pages) & (positions >= 0)
-    pages = cache.block_tables.at[sequences, column].get(mode="clip")
+    pages = cache.tables(layer).at[sequences, column].get(mode="clip")
     return jnp.where(known, pages, cache.num_pages), positions % cache.page_size
 
 
@@ -49,10 +53,12 @@ def write(
       layer: index of the layer, 0 to L - 1, static.
       keys: [T, Hkv, D], position encoding applied; cast to the pool's dtype.
       values: [T, Hkv, Dv].
-      slots: what `token_slots` said; it is the same for every layer. A slot must not occur twice.
+      slots: what `token_slots` said; it is the same for layers of one `ring`. A slot must not occur
+        twice.
     """
     page, offset = slots
-    k_pool, v_pool = cache.k_pages[layer], cache.v_pages[layer]
+    k_pool, v_pool = cache.pools(layer)
+    assert cache.spec.source(layer) == layer, f"layer {layer} stores nothing"
     assert not isinstance(k_pool, PackedPages)
     assert not isinstance(v_pool, PackedPages)
     k_pool = put_rows(k_pool, keys.astype(k_pool.dtype), page, offset)
@@ -153,6 +159,8 @@ def gather(
 ) -> tuple[Float[Array, "B S Hkv D"], Float[Array, "B S Hkv Dv"], Bool[Array, "B S"]]:
     """One layer's keys and values in logical order, S = M x P slots a sequence, unpacked.
 
+    Of a layer that keeps a ring, those of a sequence's last R pages.
+
     Args:
       cache: the cache.
       layer: index of the layer.
@@ -162,10 +170,14 @@ def gather(
     """
     slots = jnp.arange(cache.max_pages * cache.page_size, dtype=jnp.int32)
     valid = slots[None, :] < cache.lengths[:, None]
+    tables = cache.tables(layer)
+    if cache.ring(layer):
+        last = (cache.lengths - 1) // cache.page_size
+        valid &= slots[None, :] // cache.page_size > (last - cache.ring(layer))[:, None]
 
     def logical(pool: KeyPool, recent: Array | None) -> Array:
         pool = plain(pool)
-        rows = pool.at[cache.block_tables].get(mode="clip")  # [B, M, Hkv, P, D]
+        rows = pool.at[tables].get(mode="clip")  # [B, M, Hkv, P, D]
         rows = rows.transpose(0, 1, 3, 2, 4).reshape(cache.batch, slots.size, *pool.shape[1::2])
         if recent is not None and cache.format is not None:
             encoded = encoded_before(cache.lengths, cache.recent_tokens, cache.page_size)
@@ -175,8 +187,9 @@ def gather(
         return jnp.where(valid[:, :, None, None], rows, jnp.zeros((), pool.dtype))
 
     newest = cache.recent[layer]
-    keys = logical(cache.k_pages[layer], None if newest is None else newest.keys)
-    return keys, logical(cache.v_pages[layer], None if newest is None else newest.values), valid
+    k_pool, v_pool = cache.pools(layer)
+    keys = logical(k_pool, None if newest is None else newest.keys)
+    return keys, logical(v_pool, None if newest is None else newest.values), valid
 
 
 def copy_pages(
@@ -186,6 +199,8 @@ def copy_pages(
 
     All sources are read before any target is written. Block tables and references stay as they
     are: the caller changes them.
+
+    Layers that keep rings stay as they are: their pages have no ids that others know.
 
     Args:
       cache: the cache.
@@ -205,8 +220,11 @@ def copy_pages(
             return _put_blocks(pool, pages, target, jnp.zeros_like(target))
         return pool.at[target].set(pages, mode="drop")
 
-    def moved(pools: Sequence[KeyPool]) -> tuple[KeyPool, ...]:
-        return tuple(copied(pool) for pool in pools)
+    def moved(pools: Sequence[KeyPool | None]) -> tuple[KeyPool | None, ...]:
+        return tuple(
+            pool if pool is None or pool.shape[0] < cache.num_pages else copied(pool)
+            for pool in pools
+        )
 
     def index_moved(pages: IndexPages | None) -> IndexPages | None:
         if pages is None:
@@ -223,6 +241,35 @@ def copy_pages(
         v_pages=moved(cache.v_pages),
         index_pages=tuple(map(index_moved, cache.index_pages)),
     )
+
+
+def copy_rings(
+    cache: PagedKVCache, source: Int32[Array, ""], target: Int32[Array, ""], ok: Bool[Array, ""]
+) -> PagedKVCache:
+    """Copy one sequence's pages to another's in every layer that keeps rings.
+
+    Args:
+      cache: the cache.
+      source: int32, a sequence.
+      target: int32, another.
+      ok: whether to copy.
+    """
+
+    def copied(pool: KeyPool, ring: int) -> KeyPool:
+        assert not isinstance(pool, PackedPages)
+        begin = jnp.clip(source, 0, cache.batch - 1) * ring
+        pages = lax.dynamic_slice_in_dim(pool, begin, ring)
+        at = jnp.where(ok, target * ring + jnp.arange(ring, dtype=jnp.int32), cache.num_pages)
+        if scatter_copies(pool):
+            return _put_blocks(pool, pages, at, jnp.zeros_like(at))
+        return pool.at[at].set(pages, mode="drop")
+
+    for layer, shape in enumerate(cache.spec.layers):
+        ring = cache.ring(layer)
+        if ring and shape.shared is None:
+            k_pool, v_pool = cache.pools(layer)
+            cache = with_layer(cache, layer, copied(k_pool, ring), copied(v_pool, ring))
+    return cache
 
 
 def put_packed(

@@ -61,12 +61,15 @@ class PagedKVCache:
     pools, whose pages are written once, each when it leaves the sequence's newest tokens; those,
     and the first if the format says so, stand in `recent` as the model made them. A layer of kind
     "mla" has pools of one head: rotated position keys in place of keys, and latents in place of
-    values. Update the cache with the functions of this package, or with `dataclasses.replace`;
-    donate it to a jitted function and the pools are updated in place.
+    values. A layer that is shared with an earlier one (YOCO) has no pools: see `pools`. A layer
+    with a sliding window may have R pages for each sequence in place of N for all, a ring: its page
+    j is then at j modulo R of these, see `tables`. Update the cache with the functions of this
+    package, or with `dataclasses.replace`; donate it to a jitted function and the pools are updated
+    in place.
     """
 
-    k_pages: tuple[KeyPool, ...]  # one layer's keys, position encoding applied
-    v_pages: tuple[ValuePool, ...]  # one layer's values
+    k_pages: tuple[KeyPool | None, ...]  # one layer's keys, position encoding applied; see `pools`
+    v_pages: tuple[ValuePool | None, ...]  # one layer's values
     block_tables: Int32[Array, "B M"]  # the pages of each sequence in order; N where there is none
     lengths: Int32[Array, " B"]  # tokens written, a sequence
     skipped: Int32[Array, " B"]  # tokens before the last that are not here: position = slot + this
@@ -96,6 +99,43 @@ class PagedKVCache:
         sinks = self.sink_tokens
         return jnp.where(slots < sinks, slots, sinks + slots % self.recent_tokens)
 
+    def pools(self, layer: int) -> tuple[KeyPool, ValuePool]:
+        """The keys and values that a layer reads: its own, or those of the layer it shares with.
+
+        Args:
+          layer: index of the layer.
+        """
+        source = self.spec.source(layer)
+        keys, values = self.k_pages[source], self.v_pages[source]
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
+    def ring(self, layer: int) -> int:
+        """R: pages of each sequence in a layer that keeps the last ones only; 0 where all are kept.
+
+        Args:
+          layer: index of the layer.
+        """
+        pages = self.pools(layer)[0].shape[0]
+        return pages // self.batch if pages < self.num_pages else 0
+
+    def tables(self, layer: int) -> Int32[Array, "B M"]:
+        """The pages of each sequence in one layer's pools, in order; N where there is none.
+
+        Where the layer keeps a ring, an entry behind its last R pages names a page that holds newer
+        tokens by now: for a window that does not reach there, it does not matter.
+
+        Args:
+          layer: index of the layer.
+        """
+        ring = self.ring(layer)
+        if not ring:
+            return self.block_tables
+        row = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+        place = row * ring + jnp.arange(self.max_pages, dtype=jnp.int32)[None, :] % ring
+        return jnp.where(self.block_tables < self.num_pages, place, self.num_pages)
+
     @property
     def num_pages(self) -> int:
         """N: pages in the pool, and the id that stands for "no page"."""
@@ -104,7 +144,7 @@ class PagedKVCache:
     @property
     def page_size(self) -> int:
         """P: tokens a page."""
-        return self.k_pages[0].shape[2]
+        return self.pools(0)[0].shape[2]
 
     @property
     def batch(self) -> int:
@@ -180,6 +220,7 @@ def init(
     max_pages: int,
     page_size: int = 16,
     format: Format | None = None,
+    window_chunk: int | None = None,
 ) -> PagedKVCache:
     """An empty cache.
 
@@ -190,6 +231,9 @@ def init(
       max_pages: M, pages one sequence can have.
       page_size: P, tokens a page.
       format: how full pages are stored; None stores them in the spec's dtype.
+      window_chunk: most tokens of a sequence that come at once. If it is given, layers with a
+        window keep a ring of pages for each sequence, as many as the window reaches into from any
+        of such tokens, where that is less than N pages; None keeps all pages in all layers.
 
     Returns:
       The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes, or as many
@@ -197,23 +241,36 @@ def init(
 
     Raises:
       KvjaxError: a size is below 1, a pool is too large to index, the spec's dtype is one that
-        pools do not hold, a layer stores nothing of its own, or the format cannot pack its pages.
+        pools do not hold, or the format cannot pack its pages, or is given where layers are
+        shared or keep rings.
     """
     sizes = {"num_pages": num_pages, "batch": batch, "max_pages": max_pages, "page_size": page_size}
     for name, value in sizes.items():
         check_integer(name, value, 1)
+    if window_chunk is not None:
+        check_integer("window_chunk", window_chunk, 1, ", or None")
     check_pools(spec, num_pages, page_size)
     if format is not None:
+        check_packable(spec, window_chunk)
         format.check(spec, page_size)
     dtype = jnp.dtype(spec.dtype)
-    k_pages: list[KeyPool] = []
-    v_pages: list[ValuePool] = []
+    k_pages: list[KeyPool | None] = []
+    v_pages: list[ValuePool | None] = []
     recent: list[Recent | None] = []
     for index, layer in enumerate(spec.layers):
+        if layer.shared is not None:
+            k_pages.append(None)
+            v_pages.append(None)
+            recent.append(None)
+            continue
         packed = None if format is None else format.layer(spec, index)
         heads, *dims = layer.pool_dims
         if format is None or packed is None:
-            pools: list[Any] = [jnp.zeros((num_pages, heads, page_size, d), dtype) for d in dims]
+            pages = num_pages
+            if layer.window is not None and window_chunk is not None:
+                reach = layer.window + window_chunk - 1
+                pages = min(pages, batch * ring_pages(reach, page_size))
+            pools: list[Any] = [jnp.zeros((pages, heads, page_size, d), dtype) for d in dims]
             newest = None
         else:
             # No more than a sequence can have: then nothing of it is ever encoded.
@@ -242,7 +299,7 @@ def init(
 def _index_pages(
     spec: KVSpec, layer: LayerSpec, num_pages: int, page_size: int
 ) -> IndexPages | None:
-    if not layer.index_dim:
+    if not layer.index_dim or layer.shared is not None:
         return None
     float4 = spec.index_dtype == INDEX_FLOAT4
     rows = page_size // 2 if float4 else page_size
@@ -251,6 +308,38 @@ def _index_pages(
     if spec.index_dtype is None:
         return IndexPages(keys, None)
     return IndexPages(keys, jnp.zeros((num_pages, 1, page_size), jnp.float32))
+
+
+def ring_pages(tokens: int, page_size: int) -> int:
+    """Most pages that so many consecutive tokens of a sequence can be in.
+
+    Args:
+      tokens: at least 1.
+      page_size: tokens a page.
+
+    >>> [ring_pages(tokens, 16) for tokens in (1, 2, 16, 17, 18, 512)]
+    [1, 2, 2, 2, 3, 33]
+    """
+    return -(-(tokens - 1) // page_size) + 1
+
+
+def check_packable(spec: KVSpec, window_chunk: int | None) -> None:
+    """Refuse to pack pages of layers that are shared, or that keep rings.
+
+    Args:
+      spec: what a token stores in each layer.
+      window_chunk: as `init` takes it.
+
+    Raises:
+      KvjaxError: there are such layers.
+    """
+    shared = [index for index, layer in enumerate(spec.layers) if layer.shared is not None]
+    if shared or window_chunk is not None:
+        what = f"layer {shared[0]} is shared" if shared else f"window_chunk is {window_chunk}"
+        raise KvjaxError(
+            f"format is given and {what}: packed pages are of layers that store their own, all of "
+            f"them; leave out format"
+        )
 
 
 def _sinks(format: Format, page_size: int, max_pages: int) -> int:
@@ -283,8 +372,7 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
       page_size: P, tokens a page.
 
     Raises:
-      KvjaxError: a pool is too large to index, the spec's dtype is one that pools do not hold, or
-        a layer stores nothing of its own.
+      KvjaxError: a pool is too large to index, or the spec's dtype is one that pools do not hold.
     """
     if spec.dtype not in FLOATS:
         raise KvjaxError(
@@ -293,10 +381,7 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
         )
     for index, layer in enumerate(spec.layers):
         if layer.shared is not None:
-            raise KvjaxError(
-                f"layer {index} is shared with layer {layer.shared}: a PagedKVCache holds layers "
-                f"that store their own keys and values, or latents"
-            )
+            continue
         if layer.index_dim and spec.index_dtype == INDEX_FLOAT4 and page_size % 2:
             raise KvjaxError(
                 f"page_size is {page_size}: must be even, as two tokens share a byte of their "

@@ -20,7 +20,7 @@ from kvjax.convert.texts import check_windows
 from kvjax.decode.calls import Progress
 from kvjax.decode.program import compiled
 from kvjax.errors import KvjaxError, check_integer
-from kvjax.model import Model, from_checkpoint
+from kvjax.model import Model, check_own_keys, from_checkpoint
 from kvjax.models import Checkpoint
 
 MEASURED_TOKENS = 32_768
@@ -171,9 +171,11 @@ def check_convertible(model: Model) -> None:
       model: the caller's.
 
     Raises:
-      KvjaxError: it has latents, windows, soft caps, or norms of queries and keys.
+      KvjaxError: it has latents, windows, soft caps, norms of queries and keys, or layers that make
+        no keys.
     """
     config = model.config
+    check_own_keys(model)
     for index, layer in enumerate(config.layers):
         if layer.latent is not None:
             raise KvjaxError(

@@ -20,7 +20,7 @@ from kvjax.decode.attend_latents import (
     scored_keys,
 )
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
-from kvjax.models import ModelConfig
+from kvjax.models import Attend, ModelConfig
 from kvjax.pallas_kernels import (
     PackedPages,
     float8_paged_attention,
@@ -44,7 +44,9 @@ def decode_attend(
 
     Each layer attends to the pages as they are and to the new token apart, merges the two by their
     log-sum-exp, and only then writes the token. Written first, the pool would be read after an
-    update in the same step, and XLA may copy a pool for that.
+    update in the same step, and XLA may copy a pool for that. A layer that shares another's pages
+    (YOCO) does the same with that layer's keys and values, which it is given, and writes nothing:
+    the token is in the pages by then, but past what is attended to.
 
     Args:
       config: the model's.
@@ -76,10 +78,12 @@ def decode_attend(
             newest = attend_ring(config, state, layer, q, active)
             return merged(old, newest, own).out, put_token(state, layer, k, v, stores)
         out = merged(old, own).out
+        if state.spec.source(layer) != layer:
+            return out, state
         # The write must be seen to need the read's result: XLA may run an independent write first,
         # and copies the whole pool if it does. (A row whose attention is NaN is not written; its
         # logits are NaN too, and end it.)
-        page, offset = slots
+        page, offset = token_slots(cache, rows, cache.lengths, layer)
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))
 
@@ -99,8 +103,8 @@ def _attend_pages(
     """Attend to what stands in pages: all tokens, or those that are encoded."""
     if keeps_latents(cache, layer):
         return attend_latents(config, layer, q, cache, lengths, implementation)
-    keys, values = cache.k_pages[layer], cache.v_pages[layer]
-    tables, encoded = cache.block_tables, lengths
+    keys, values = cache.pools(layer)
+    tables, encoded = cache.tables(layer), lengths
     if isinstance(keys, PackedPages) and isinstance(values, PackedPages):
         tables, lengths = _after_sinks(cache, lengths)
         _, encoded = _after_sinks(cache, jnp.where(active, encoded_lengths(cache), 0))
@@ -218,20 +222,20 @@ def chunk_attend(
         if packed:
             k, v = _as_kept(state, k, v)
             state = put_chunk(state, layer, k, v, cu_lengths, stores)
-        else:
-            state = write(state, layer, k, v, slots)
+        elif state.spec.source(layer) == layer:
+            at = token_slots(cache, sequences, indices, layer)
+            state = write(state, layer, k, v, at)
         if chosen is not None:
             return chosen.attended(config, layer, q, state, implementation).out, state
         if keeps_latents(state, layer):
             ends = kv_lengths, cu_lengths
             return attend_ragged_latents(config, layer, q, state, *ends, implementation).out, state
-        tables, lengths = state.block_tables, kv_lengths
+        tables, lengths = state.tables(layer), kv_lengths
         if packed:
             tables, lengths = _after_sinks(state, kv_lengths)
         result = ragged_paged_attention(
             q,
-            state.k_pages[layer],
-            state.v_pages[layer],
+            *state.pools(layer),
             tables,
             lengths,
             cu_lengths,
@@ -248,3 +252,34 @@ def chunk_attend(
 
     choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, slots, implementation)
     return PagedAttend(attend, choice)
+
+
+def newest_attend(
+    config: ModelConfig, lengths: Int32[Array, " B"], implementation: Implementation | None
+) -> Attend[PagedKVCache]:
+    """Attend with one token a sequence whose keys and values are in pages already; write nothing.
+
+    For layers of a cross-decoder, in a prompt of which the last token alone goes on.
+
+    Args:
+      config: the model's.
+      lengths: int32 [B], tokens of each sequence, that one included; 0 attends to nothing.
+      implementation: of `paged_attention`, or None.
+    """
+
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        del k, v  # what is kept of them is in the pages
+        out = paged_attention(
+            q,
+            *state.pools(layer),
+            state.tables(layer),
+            lengths,
+            scale=config.scale(layer),
+            soft_cap=config.attn_soft_cap,
+            implementation=implementation,
+        )
+        return out.out, state
+
+    return attend

@@ -176,7 +176,7 @@ def _operands(
     cache: PagedKVCache, layer: int, q: Float[Array, "T H D"]
 ) -> tuple[Array, Array, Array, Array]:
     """Both parts of the queries and both pools, as the kernels take them."""
-    ropes, latents = cache.k_pages[layer], cache.v_pages[layer]
+    ropes, latents = cache.pools(layer)
     assert not isinstance(ropes, PackedPages)
     assert not isinstance(latents, PackedPages)
     rank = latents.shape[-1]

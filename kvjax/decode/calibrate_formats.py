@@ -17,7 +17,7 @@ from kvjax.decode.texts import texts_as_ids
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.formats.calibration import FormatCalibration
 from kvjax.formats.statistics import layer_calibration
-from kvjax.model import Model
+from kvjax.model import Model, check_own_keys
 from kvjax.models.rope import frequencies
 from kvjax.spec import DEFAULT_PAGE_SIZE
 
@@ -55,8 +55,9 @@ def calibrate_formats(
 
     Raises:
       KvjaxError: a text is shorter than three pages, memory has no room for the samples, or the
-        model makes its keys from latents.
+        model makes its keys from latents, or has layers that make none.
     """
+    check_own_keys(model)
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
             f"{model.name} makes keys from latents and rotates only a part of each: levels are "

@@ -30,10 +30,16 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
         and so hold the keys and values that are made of latents.
 
     Raises:
-      KvjaxError: the format was calibrated for another model, `place` is given and keys and values
-        differ in size, or what an indexer chooses by is asked of a model that has none, or of
-        pages that are selected.
+      KvjaxError: `select` or a format is given and layers share pages, the format was calibrated
+        for another model, `place` is given and keys and values differ in size, or what an indexer
+        chooses by is asked of a model that has none, or of pages that are selected.
     """
+    for name in ("select", "format") if model.config.cross_from is not None else ():
+        if getattr(cache, name) is not None or (over_tiers and name == "select"):
+            raise KvjaxError(
+                f"{name} is given and {model.name} has a cross-decoder, whose layers share the "
+                f"pages of one: these are read whole, as the model made them; leave out {name}"
+            )
     chooses = any(layer.indexer is not None for layer in model.config.layers)
     if chooses and (over_tiers or cache.select is not None):
         raise KvjaxError(

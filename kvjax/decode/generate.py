@@ -25,7 +25,7 @@ from kvjax.decode.step import (
     Rules,
     decode_step,
     draw,
-    prefill_chunk,
+    prefill_last,
     start,
 )
 from kvjax.decode.stream import stream
@@ -145,6 +145,7 @@ def generate(
         prompt_tokens=sum(map(len, ids)),
         new_tokens=sum(map(len, rows)),
         pages_used=int(result.pages_used),
+        rows=[len(row) + len(drawn) for row, drawn in zip(ids, rows, strict=True)],
     )
     failures = _not_finite(model, shapes, np.asarray(result.finite))
     return _answers(model, rows, stops, np.asarray(result.finished), stats, failures)
@@ -263,7 +264,7 @@ def prefill(decoder: Any, shapes: Shapes, prompts: Prompts, rules: Rules) -> Dec
 
     def step(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         index, state = carry
-        state, _ = prefill_chunk(
+        state = prefill_last(
             decoder, state, prompts, index, chunk=shapes.chunk, implementation=shapes.attention
         )
         return index + 1, state

@@ -232,6 +232,7 @@ def empty_cache(shapes: Shapes) -> PagedKVCache:
         max_pages=shapes.max_pages,
         page_size=shapes.page_size,
         format=shapes.format,
+        window_chunk=shapes.chunk if shapes.rings else None,
     )
 
 

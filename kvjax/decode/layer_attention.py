@@ -14,7 +14,7 @@ from kvjax.decode import inputs
 from kvjax.decode.program import compiled
 from kvjax.decode.texts import texts_as_ids
 from kvjax.errors import KvjaxError, check_integer
-from kvjax.model import Model
+from kvjax.model import Model, check_own_keys
 from kvjax.models import Decoder, causal_attend
 from kvjax.models.linear import soft_cap
 from kvjax.models.rope import frequencies, rotate, rotations
@@ -72,6 +72,7 @@ def read_attention(
     most = check_integer("tokens", tokens, LEAST_TOKENS)
     rows = texts_as_ids(model, texts, most)
     layers = model.config.layers
+    check_own_keys(model)
     if any(layer.latent is not None for layer in layers):
         raise KvjaxError(
             f"{model.name} makes keys from latents and rotates only a part of each: an indexer of "

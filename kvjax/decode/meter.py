@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -59,8 +59,12 @@ class Meter:
         prefix: PrefixStats | None = None,
         prefix_unused: str | None = None,
         tiers: TierStats | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Stats:
-        """The call's statistics, at its end."""
+        """The call's statistics, at its end.
+
+        `rows` are the tokens of each, drawn ones included; None if there is one row.
+        """
         token_bytes: float = shapes.spec.bytes_per_token
         if isinstance(shapes, TieredShapes):
             assert tiers is not None
@@ -74,6 +78,11 @@ class Meter:
             cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
             if shapes.format is not None:
                 token_bytes = shapes.format.bytes_per_token(shapes.spec, shapes.page_size)
+        read = None
+        if isinstance(shapes, Shapes) and shapes.format is None and prefix is None:
+            held = [prompt_tokens + new_tokens] if rows is None else rows
+            # The last token drawn is not in the cache.
+            read = sum(map(shapes.spec.bytes_read_per_step, (n - (new_tokens > 0) for n in held)))
         return Stats(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
@@ -86,6 +95,7 @@ class Meter:
             page_size=shapes.page_size,
             cache_bytes=cache_bytes,
             bytes_per_token=token_bytes,
+            bytes_read_per_step=read,
             prefix=prefix,
             prefix_unused=prefix_unused,
             tiers=tiers,

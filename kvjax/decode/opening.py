@@ -12,7 +12,7 @@ from kvjax.decode import inputs
 from kvjax.decode.calls import Progress
 from kvjax.decode.meter import Meter
 from kvjax.decode.shapes import Shapes
-from kvjax.decode.step import DecodeState, Prompts, prefill_chunk, start
+from kvjax.decode.step import DecodeState, Prompts, prefill_last, start
 from kvjax.model import Model
 
 IN_PLACE: dict[str, Any] = {"donate": (1,), "result_as": 1}
@@ -80,11 +80,11 @@ def _prefill_chunk(
     static: tuple[Any, Shapes], params: Any, state: DecodeState, prompts: Prompts, index: Array
 ) -> DecodeState:
     graphdef, shapes = static
-    return prefill_chunk(
+    return prefill_last(
         nnx.merge(graphdef, params),
         state,
         prompts,
         index,
         chunk=shapes.chunk,
         implementation=shapes.attention,
-    )[0]
+    )

@@ -93,7 +93,10 @@ class Stats:
     """What a call did, in tokens, seconds, pages and bytes.
 
     `ttft_seconds` is from the call to the first token, compilation excluded; a call that runs as
-    one program only shows its end, so it is None there.
+    one program only shows its end, so it is None there. `bytes_per_token` and `cache_bytes` are
+    what is stored, `bytes_read_per_step` is what a step must read: pages that layers share are
+    stored once and read by each, and a sliding window bounds what is read. It is None where steps
+    read codes or selected pages, or a stored prefix was used.
     """
 
     prompt_tokens: int
@@ -107,6 +110,7 @@ class Stats:
     page_size: int
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
     bytes_per_token: float  # of a full page, over all layers, scales and all; over tiers, as kept
+    bytes_read_per_step: int | None  # of keys and values, by a step after the last token, all rows
     prefix: PrefixStats | None = None  # where a stored prefix was used
     prefix_unused: str | None = None  # why none was, if stored prefixes were given
     tiers: TierStats | None = None  # where steps read selected pages

@@ -39,6 +39,7 @@ class Shapes:
     room: int  # tokens the output has room for, a power of four
     attention: Implementation | None
     format: Format | None = None
+    rings: bool = False  # layers with a window keep their last pages only
 
 
 def power_of_two(n: int) -> int:
@@ -136,6 +137,8 @@ def plan(
         room=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
         attention=cache.attention,
         format=page_format,
+        # Of a cross-decoder's cache, what windows leave behind would be most.
+        rings=config.cross_from is not None,
     )
 
 

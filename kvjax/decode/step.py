@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from kvjax import cache as paged
 from kvjax.cache import Reservation
-from kvjax.decode.attend import chunk_attend, decode_attend
+from kvjax.decode.attend import chunk_attend, decode_attend, newest_attend
 from kvjax.decode.sampling import Sampler
 from kvjax.models import Decoder
 from kvjax.pallas_kernels.support import Implementation
@@ -85,6 +85,94 @@ def start(cache: Any, hidden_size: int, limits: Int32[Array, " B"]) -> DecodeSta
     )
 
 
+class _Chunk(NamedTuple):
+    """Some tokens of the flat stream, and where they go."""
+
+    tokens: Int32[Array, " C"]
+    positions: Int32[Array, " C"]
+    sequences: Int32[Array, " C"]  # B for padding
+    slots: Int32[Array, " C"]  # among the sequence's stored tokens
+    cu_lengths: Int32[Array, " B1"]  # where each sequence's tokens start among these
+    last: Int32[Array, " B"]  # where among these each prompt ends, if it does here
+    ends: Bool[Array, " B"]  # whether it does
+    cache: Any  # with pages reserved
+    reservation: Reservation
+
+
+def _chunk(state: DecodeState, prompts: Prompts, index: Int32[Array, ""], chunk: int) -> _Chunk:
+    begin = index * chunk
+    tokens = jax.lax.dynamic_slice(prompts.tokens, (begin,), (chunk,))
+    cu = jnp.clip(prompts.cu_lengths - begin, 0, chunk)
+    cache, reservation = paged.reserve(state.cache, jnp.diff(cu), max_count=chunk)
+    sequences, offset = paged.ragged_rows(cu, chunk)
+    slots = offset + cache.lengths.at[sequences].get(mode="clip")
+    positions = offset + cache.next_positions.at[sequences].get(mode="clip")
+    last = prompts.cu_lengths[1:] - 1 - begin
+    ends = (last >= 0) & (last < chunk) & (jnp.diff(cu) > 0)
+    return _Chunk(tokens, positions, sequences, slots, cu, last, ends, cache, reservation)
+
+
+def _prefilled(
+    state: DecodeState, run: _Chunk, cache: Any, newest: Float[Array, "B d"]
+) -> DecodeState:
+    """The state after a chunk: its tokens counted, unless they had no pages."""
+    counts = jnp.where(run.reservation.ok, jnp.diff(run.cu_lengths), 0)
+    cache = paged.advance(cache, counts)
+    return dataclasses.replace(state, cache=cache, hidden=newest, reservation=run.reservation)
+
+
+def prefill_last(
+    decoder: Decoder,
+    state: DecodeState,
+    prompts: Prompts,
+    index: Int32[Array, ""],
+    *,
+    chunk: int,
+    implementation: Implementation | None = None,
+) -> DecodeState:
+    """Prefill a chunk where only what comes after each prompt's last token is wanted.
+
+    That is `prefill_chunk`, but for a model with a cross-decoder: most tokens leave once they are
+    in the cache, and the last ones alone go on (YOCO, arXiv:2405.05254, section 2.3), in chunks
+    that have any.
+
+    Args:
+      decoder: the model.
+      state: the state after the chunks before.
+      prompts: the whole stream.
+      index: int32, which chunk.
+      chunk: C, tokens a chunk, static.
+      implementation: of `ragged_paged_attention` and `paged_attention`, or None.
+
+    Returns:
+      The state, `hidden` holding the hidden state of each prompt's last token once it was seen.
+    """
+    config, first = decoder.config, decoder.config.cross_from
+    if first is None:
+        return prefill_chunk(
+            decoder, state, prompts, index, chunk=chunk, implementation=implementation
+        )[0]
+    run = _chunk(state, prompts, index, chunk)
+    where = run.sequences, run.slots
+    attend = chunk_attend(config, run.cache, *where, run.cu_lengths, implementation)
+    x, cache = decoder.through(
+        range(first), decoder.embedded(run.tokens), run.positions, attend, run.cache
+    )
+    made = decoder.shared_keys_values(x, run.positions)
+    cache = paged.write(cache, first, *made, paged.token_slots(run.cache, *where, first))
+
+    def go_on() -> Array:
+        lengths = jnp.where(run.ends, cache.lengths + jnp.diff(run.cu_lengths), 0)
+        rows, positions = (z.at[run.last].get(mode="clip") for z in (x, run.positions))
+        seen = newest_attend(config, lengths, implementation)
+        rest = range(first, len(config.layers))
+        rows, _ = decoder.through(rest, rows, positions, seen, cache)
+        return jnp.where(run.ends[:, None], decoder.norm(rows), state.hidden)
+
+    newest = jax.lax.cond(jnp.any(run.ends), go_on, lambda: state.hidden)
+    return _prefilled(state, run, cache, newest)
+
+
 def prefill_chunk(
     decoder: Decoder,
     state: DecodeState,
@@ -108,22 +196,20 @@ def prefill_chunk(
       The state, `hidden` holding the hidden state of each prompt's last token once it was seen;
       and the chunk's hidden states, float32 [C, d].
     """
-    begin = index * chunk
-    tokens = jax.lax.dynamic_slice(prompts.tokens, (begin,), (chunk,))
-    cu = jnp.clip(prompts.cu_lengths - begin, 0, chunk)
-    cache, reservation = paged.reserve(state.cache, jnp.diff(cu), max_count=chunk)
-    sequences, offset = paged.ragged_rows(cu, chunk)
-    slots = offset + cache.lengths.at[sequences].get(mode="clip")
-    positions = offset + cache.next_positions.at[sequences].get(mode="clip")
+    run = _chunk(state, prompts, index, chunk)
     attend = chunk_attend(
-        decoder.config, cache, sequences, slots, cu, implementation, stores=reservation.ok
+        decoder.config,
+        run.cache,
+        run.sequences,
+        run.slots,
+        run.cu_lengths,
+        implementation,
+        stores=run.reservation.ok,
     )
-    hidden, cache = decoder(tokens, positions, attend, cache)
-    cache = paged.advance(cache, jnp.where(reservation.ok, jnp.diff(cu), 0))
-    last = prompts.cu_lengths[1:] - 1 - begin
-    here = (last >= 0) & (last < chunk) & (jnp.diff(cu) > 0)
-    newest = jnp.where(here[:, None], hidden.at[last].get(mode="clip"), state.hidden)
-    return dataclasses.replace(state, cache=cache, hidden=newest, reservation=reservation), hidden
+    hidden, cache = decoder(run.tokens, run.positions, attend, run.cache)
+    at_end = hidden.at[run.last].get(mode="clip")
+    newest = jnp.where(run.ends[:, None], at_end, state.hidden)
+    return _prefilled(state, run, cache, newest), hidden
 
 
 def draw(decoder: Decoder, state: DecodeState, rules: Rules) -> DecodeState:

@@ -62,11 +62,11 @@ def test_logits_equal_the_equations(checkpoint):
 
 
 def test_a_layer_of_the_cross_decoder_makes_no_keys(checkpoint):
-    assert checkpoint.config.cross_from == 3
+    assert checkpoint.config.cross_from == 2
     names = {name for name in parameters(checkpoint.config) if name.startswith("layers.")}
     made = sorted(name for name in names if ".k." in name or ".v." in name)
-    own = [f"layers.{n}.attention.{part}.weight" for n in range(3) for part in "kv"]
-    assert made == [*own, *(f"layers.3.attention.source.{part}.weight" for part in "kv")]
+    own = [f"layers.{n}.attention.{part}.weight" for n in range(2) for part in "kv"]
+    assert made == [*own, *(f"layers.2.attention.source.{part}.weight" for part in "kv")]
 
 
 def test_it_is_written_and_read_again(checkpoint, tmp_path):
@@ -81,7 +81,7 @@ def test_it_is_written_and_read_again(checkpoint, tmp_path):
 
 def test_random_weights_fill_any_configuration(checkpoint):
     made = random_checkpoint(checkpoint.config)
-    assert made.weights["layers.3.attention.source.norm.weight"].mean() == pytest.approx(1, abs=0.1)
+    assert made.weights["layers.2.attention.source.norm.weight"].mean() == pytest.approx(1, abs=0.1)
     build(made)
 
 
@@ -107,11 +107,11 @@ def test_a_tensor_that_has_no_place_is_named(tmp_path):
     wrong = released_weights()
     wrong["cross_decoder.layers.0.mixer.k_proj.weight"] = np.ones((32, 32), np.float32)
     checkpoint = read(released(tmp_path / "folder", weights=wrong))
-    with pytest.raises(ValueError, match=r"layers\.3\.attention\.k\.weight has no place"):
+    with pytest.raises(ValueError, match=r"layers\.2\.attention\.k\.weight has no place"):
         build(checkpoint)
     del wrong["cross_decoder.layers.0.mixer.k_proj.weight"], wrong["cross_decoder.k_proj.weight"]
     checkpoint = read(released(tmp_path / "folder", weights=wrong))
-    with pytest.raises(ValueError, match=r"layers\.3\.attention\.source\.k\.weight .* is missing"):
+    with pytest.raises(ValueError, match=r"layers\.2\.attention\.source\.k\.weight .* is missing"):
         build(checkpoint)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 ARGS = {
     "dim": 32,
-    "n_layers": 6,
+    "n_layers": 4,
     "hidden_dim": 48,
     "n_self_heads": 2,
     "n_attn_heads": 4,

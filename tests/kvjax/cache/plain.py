@@ -28,8 +28,8 @@ def poisoned(cache):
     """The cache with NaN in every slot, as if something else had left it there."""
     return dataclasses.replace(
         cache,
-        k_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.k_pages),
-        v_pages=tuple(jnp.full_like(pool, jnp.nan) for pool in cache.v_pages),
+        k_pages=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.k_pages),
+        v_pages=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.v_pages),
         index_pages=jax.tree.map(
             lambda pool: jnp.full_like(pool, 255 if pool.dtype == jnp.uint8 else jnp.nan),
             cache.index_pages,
@@ -37,14 +37,13 @@ def poisoned(cache):
     )
 
 
-def scattered(num_pages, batch, max_pages, page_size, *, blocked=(), spec=SPEC):
+def scattered(num_pages, batch, max_pages, page_size, *, blocked=(), spec=SPEC, **options):
     """A poisoned cache whose `blocked` pages the last sequence holds, so that free pages lie apart.
 
     The blocker holds reserved pages, no tokens.
     """
-    cache = poisoned(
-        init(spec, num_pages=num_pages, batch=batch, max_pages=max_pages, page_size=page_size)
-    )
+    sizes = {"batch": batch, "max_pages": max_pages, "page_size": page_size}
+    cache = poisoned(init(spec, num_pages=num_pages, **sizes, **options))
     blocked = jnp.asarray(blocked, jnp.int32)
     return dataclasses.replace(
         cache,
