@@ -12,7 +12,7 @@ from kvjax.decode.meter import Meter
 from kvjax.decode.opening import empty_state, prefill_program
 from kvjax.decode.shapes import plan
 from kvjax.errors import KvjaxError
-from kvjax.model import Model
+from kvjax.model import Model, check_own_keys
 
 
 class PrefilledPages(NamedTuple):
@@ -74,11 +74,12 @@ def prefilled_pages(
 
 
 def check_layers(model: Model) -> None:
-    """Refuse a model that keeps latents, or whose layers differ in shape.
+    """Refuse a model that keeps latents, or whose layers differ in shape or make no keys.
 
     Raises:
       KvjaxError: they do.
     """
+    check_own_keys(model)
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
             f"{model.name} keeps latents: prefixes are stored and chosen from as keys and values; "
