@@ -85,11 +85,16 @@ class Catalog:
             return list(self.index.entries.values())
 
     def candidates(
-        self, identity: Identity, tokens: np.ndarray, page_size: int, layout: Layout | None
+        self,
+        identity: Identity,
+        tokens: np.ndarray,
+        page_size: int,
+        layout: Layout | None,
+        whole: bool = False,
     ) -> tuple[list[Candidate], set[Reason]]:
         """As `PrefixIndex.candidates`."""
         with self._lock:
-            return self.index.candidates(identity, tokens, page_size, layout)
+            return self.index.candidates(identity, tokens, page_size, layout, whole)
 
     def refresh(self) -> list[Reason]:
         """Takes in manifests that are new, drops those that are gone.

@@ -209,6 +209,7 @@ class PageStore:
         layout: Layout | None = None,
         sketch: str | None = None,
         exact: bool = False,
+        whole: bool = False,
     ) -> Match | None:
         """The segment that holds the most of a prompt's first full pages.
 
@@ -222,6 +223,7 @@ class PageStore:
           layout: only segments of this layout, whose page size counts then; None takes any.
           sketch: only segments with arrays of this name, stored as NAME.PART; None takes any.
           exact: only a segment of these very tokens, those after its last page too.
+          whole: only segments all of whose pages are the prompt's.
 
         Returns:
           The segment, open, and how many pages it shares with the prompt; None if that is none.
@@ -232,11 +234,11 @@ class PageStore:
         """
         ids = token_array(tokens)
         size = page_size if layout is None else layout.page_size
-        found, rejected = self._catalog.candidates(identity, ids, size, layout)
+        found, rejected = self._catalog.candidates(identity, ids, size, layout, whole)
         fitting = (one.pages for one in found if sketch is None or one.manifest.has_sketch(sketch))
         if next(fitting, 0) < len(ids) // size:
             self.refresh()
-            found, rejected = self._catalog.candidates(identity, ids, size, layout)
+            found, rejected = self._catalog.candidates(identity, ids, size, layout, whole)
         misses: list[Reason] = list(rejected)
         match = None
         for candidate in found:

@@ -67,7 +67,12 @@ class PrefixIndex:
                 self._holders.pop(name, None)
 
     def candidates(
-        self, identity: Identity, tokens: np.ndarray, page_size: int, layout: Layout | None
+        self,
+        identity: Identity,
+        tokens: np.ndarray,
+        page_size: int,
+        layout: Layout | None,
+        whole: bool = False,
     ) -> tuple[list[Candidate], set[Reason]]:
         """Segments that hold a run of a prompt's first full pages.
 
@@ -76,6 +81,7 @@ class PrefixIndex:
           tokens: int32 [T].
           page_size: tokens in a page.
           layout: only segments of this layout; None takes all.
+          whole: only segments all of whose pages are the prompt's.
 
         Returns:
           Candidates with the most pages first (of equals the one that shares the most tokens, then
@@ -89,6 +95,8 @@ class PrefixIndex:
             for key in self._holders.get(bytes.fromhex(names[page - 1]), ()):
                 manifest = self.entries[key].manifest
                 if key in found or layout not in (None, manifest.grid.layout):
+                    continue
+                if whole and page < manifest.grid.pages:
                     continue
                 if manifest.identity != identity or manifest.grid.layout.page_size != page_size:
                     rejected.add("foreign")

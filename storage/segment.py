@@ -28,7 +28,7 @@ class SegmentInfo:
     label: str  # for people: a model or a file
     layout: Layout
     codec: str  # how its own units are encoded, see `unit_codec`
-    dtype: str  # bfloat16, float16 or float32
+    dtype: str  # bfloat16, float16 or float32; uint8 of pages in a format
     shape: tuple[int, int, int, int, int]  # [L, N, H, P, D] of its keys, and of its values
     tokens: int  # how many, with those after the last page
     bytes: int  # all that it occupies, but for pages that it shares

@@ -130,6 +130,18 @@ def _format(name: str | None, calibration: Path | None) -> Format | str | None:
     return load_calibrated(calibration, name)
 
 
+def format_words(cache: CacheConfig) -> str:
+    """The options that say a cache's format again.
+
+    Args:
+      cache: with a format, as `cache_options` gave it.
+    """
+    named = next((name for name, known in NAMED.items() if known == cache.format), None)
+    if named is None:
+        return "--format NAME --format-calibration FILE, the same as here,"
+    return f"--format {named}"
+
+
 def sampling_options(
     temperature: Annotated[
         float,

@@ -62,7 +62,11 @@ def add(
 ) -> None:
     """Prefill a document and store its pages; prints the key that --prefix takes.
 
+    With --format, its pages are stored as that format's codes, for calls in the same format that
+    go on with the whole document.
+
     Example: kvjax prefix add --chat report.txt
+    Example: kvjax prefix add --format int4 report.txt
     """
     text = prompt.gather(None, None, True) if str(file) == "-" else prompt.read_text(file)
     text = text.strip()  # as `generate --file` does: the same tokens either way
@@ -100,5 +104,6 @@ def add(
     usual = {"--store": None, "--model": MODEL, "--dtype": "auto", "--page-size": 16}
     said = [f"{name} {value}" for name, value in asking.items() if value != usual[name]]
     said += [f"--cache-dtype {cache.dtype}"] * (cache.dtype is not None)
+    said += [options.format_words(cache)] * (cache.format is not None)
     said += [f"--cache-dir {cache_dir}"] * (cache_dir is not None) + ["--chat"] * chat
     note(f"ask with: kvjax generate --prefix {' '.join([info.key[:12], *said])} 'QUESTION'")

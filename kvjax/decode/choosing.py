@@ -6,12 +6,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax.decode.fetch import Worth, collect, issue
 from kvjax.decode.near_memory import Near
+from kvjax.decode.packed_prefix import ExactTokens
 from kvjax.decode.read_missing import read_missing
 from kvjax.decode.reordering import note
+from kvjax.decode.stored_form import StoredForm
 from kvjax.models import ModelConfig
 from kvjax.policies import (
     Choice,
@@ -35,6 +37,7 @@ class StoredPrefix:
     count: Int32[Array, ""]  # pages to choose, at most K
     handle: Int32[Array, ""]  # of the reads
     near: Near  # what needs no reading
+    exact: tuple[ExactTokens | None, ...] = ()  # one a layer, if its pages are in a format
 
 
 class Asked(NamedTuple):
@@ -43,7 +46,8 @@ class Asked(NamedTuple):
     layer: int
     queries: Float[Array, "T Hq D"]
     valid: Bool[Array, " T"]  # which of them are not padding
-    page: jax.ShapeDtypeStruct  # [P, D], one head's page
+    page: jax.ShapeDtypeStruct  # [P, D], one head's page as it is stored
+    form: StoredForm | None = None  # of pages in a format
 
 
 class Chosen(NamedTuple):
@@ -53,8 +57,8 @@ class Chosen(NamedTuple):
     mass: Float32[Array, "Hkv K"]  # attention each got from what decided, summed over queries
 
 
-Both = Float[Array, "two K Hkv P D"]
-"""Keys and values that a layer attends to besides the suffix."""
+Both = Shaped[Array, "two K Hkv P D"]
+"""Keys and values that a layer attends to besides the suffix, as they are stored."""
 
 
 @runtime_checkable
@@ -266,6 +270,11 @@ def read_window(
 
 
 def _read(prefix: StoredPrefix, asked: Asked, ids: Int32[Array, "Hkv K"], worth: Worth) -> Both:
+    if asked.form is not None:  # what stands exact in `recent` is not read from pages
+        first, last = asked.form.exact_pages(asked.layer)
+        column = jnp.arange(ids.shape[1], dtype=jnp.int32)
+        is_exact = (column < first) | (column >= prefix.count - last)
+        ids = jnp.where(is_exact, prefix.pages, ids)
     if prefix.near.rows:
         return read_missing(prefix.near, prefix.handle, asked.layer, ids, worth, asked.page)
     ticket = issue(prefix.handle, asked.layer, ids, worth)
@@ -280,5 +289,7 @@ def _stored_keys(
     page = jnp.arange(num_pages, dtype=jnp.int32)[None, :]
     ids = jnp.where(head < (heads if wanted is None else wanted), page, num_pages)
     ticket = issue(prefix.handle, asked.layer, ids, None)
-    keys = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
-    return {"keys": keys[0].swapaxes(0, 1)}
+    (keys,) = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
+    if asked.form is not None:
+        keys = asked.form.keys(asked.layer, keys)
+    return {"keys": keys.swapaxes(0, 1)}

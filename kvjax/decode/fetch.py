@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from kvjax.storage.handles import held
 
@@ -75,7 +75,7 @@ def collect(
     page: jax.ShapeDtypeStruct,
     *,
     to_choose: bool = False,
-) -> Float[Array, "kinds K Hkv P D"]:
+) -> Shaped[Array, "kinds K Hkv P D"]:
     """Wait for a ticket's pages.
 
     Args:

@@ -62,3 +62,9 @@ def identity(model: Model, cache_dtype: str, tenant: str = "") -> Identity:
         numerics=json.dumps(numerics, sort_keys=True, default=str),
         tenant=tenant,
     )
+
+
+def numbers_of(stored: Identity) -> str:
+    """What keys and values are kept in, as `identity` was told it."""
+    numerics, _ = json.JSONDecoder().raw_decode(stored.numerics)  # a mark may follow
+    return str(numerics["cache"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from kvjax.storage.tiers import Changes, Tiers
 from kvjax.storage.units import UnitId
@@ -16,8 +16,8 @@ from kvjax.storage.units import UnitId
 class Near(NamedTuple):
     """Units in memory that a program reads by itself: rows of one numbering, device rows first."""
 
-    device: Float[Array, "S layers heads kinds P D"] | None
-    pinned: Float[Array, "R layers heads kinds P D"] | None  # in page-locked host memory
+    device: Shaped[Array, "S layers heads kinds P D"] | None
+    pinned: Shaped[Array, "R layers heads kinds P D"] | None  # in page-locked host memory
 
     @property
     def rows(self) -> int:
@@ -82,11 +82,11 @@ class NearMemory:
 
 
 def read_pinned(
-    pinned: Float[Array, "R layers heads kinds P D"],
+    pinned: Shaped[Array, "R layers heads kinds P D"],
     rows: Int32[Array, "two Hkv K"],
     layer: int,
-    into: Float[Array, "two K Hkv P D"],
-) -> Float[Array, "two K Hkv P D"]:
+    into: Shaped[Array, "two K Hkv P D"],
+) -> Shaped[Array, "two K Hkv P D"]:
     """Copy pages from page-locked host memory, one slice each: what TPUs can do there.
 
     Args:

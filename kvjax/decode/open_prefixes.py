@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.decode.load_or_recompute import CostModel, measure_reads
+from kvjax.decode.packed_prefix import ExactTokens, exact_group, exact_tokens
 from kvjax.decode.prefix_config import PrefixConfig
 from kvjax.decode.shapes import half_step
+from kvjax.decode.stored_form import StoredForm
 from kvjax.storage.segment import Segment
 
 TAIL = "tail"
@@ -32,18 +34,40 @@ class OpenPrefix:
     def __init__(self, segment: Segment, config: PrefixConfig) -> None:
         self.segment = segment
         self._config = config
-        self._sketches: tuple[dict[str, jax.Array], ...] | None = None
+        self._sketches: dict[int, tuple[dict[str, jax.Array], ...]] = {}  # by least size
+        self._exact: tuple[ExactTokens | None, ...] | None = None
         self._cost: CostModel | None = None
 
-    def sketches(self) -> tuple[dict[str, jax.Array], ...]:
+    def sketches(self, least: int) -> tuple[dict[str, jax.Array], ...]:
         """The configured sketch of every layer, padded to a size that programs are made for.
+
+        Args:
+          least: pages that a program must have room to choose.
 
         Raises:
           SegmentError: it is damaged.
         """
-        if self._sketches is None:
-            self._sketches = self._read_sketches()
-        return self._sketches
+        if least not in self._sketches:
+            self._sketches[least] = self._read_sketches(least)
+        return self._sketches[least]
+
+    def exact(self, form: StoredForm) -> tuple[ExactTokens | None, ...]:
+        """Every layer's tokens that a format leaves as they are.
+
+        Args:
+          form: how the prefix is stored.
+
+        Raises:
+          SegmentError: they are damaged.
+        """
+        if self._exact is None:
+            _, pages, _, size, _ = self.segment.info.shape
+            group = f"{exact_group(pages * size)}."
+            arrays = self.segment.sketches(group)
+            self._exact = exact_tokens(
+                form, {name.removeprefix(group): array for name, array in arrays.items()}
+            )
+        return self._exact
 
     def cost(self) -> CostModel:
         """What reading it and prefilling it anew cost here, measured once.
@@ -64,9 +88,9 @@ class OpenPrefix:
         """Close the segment."""
         self.segment.close()
 
-    def _read_sketches(self) -> tuple[dict[str, jax.Array], ...]:
+    def _read_sketches(self, least: int) -> tuple[dict[str, jax.Array], ...]:
         layers, pages = self.segment.info.shape[:2]
-        room = max(half_step(pages), self._config.least_pages)
+        room = max(half_step(pages), least)
         name = self._config.sketch_name()
         if name is None:
             return ({"pages": jnp.zeros((room,), jnp.int32)},) * layers  # only for its size

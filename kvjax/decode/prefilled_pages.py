@@ -1,56 +1,72 @@
 """A prompt's full pages, taken out of the pool after plain prefill."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import Progress, cache_spec
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import empty_state, prefill_program
+from kvjax.decode.packed_prefix import packed_prefix
 from kvjax.decode.shapes import plan
+from kvjax.decode.stored_form import StoredForm
 from kvjax.errors import KvjaxError
 from kvjax.model import Model, check_own_keys
 
 
 class PrefilledPages(NamedTuple):
-    """A prompt's full pages after plain prefill."""
+    """A prompt's full pages after plain prefill: numbers, or the bytes that a format keeps."""
 
-    keys: Float[np.ndarray, "L N Hkv P D"]
-    values: Float[np.ndarray, "L N Hkv P D"]
+    keys: Shaped[np.ndarray, "L N Hkv P D"]
+    values: Shaped[np.ndarray, "L N Hkv P D"]
     seconds: float  # that prefilling took, compilation excluded
+    decoded: Float[np.ndarray, "L N Hkv P D"] | None = None  # what bytes of keys stand for
+    exact: Mapping[str, np.ndarray] = MappingProxyType({})  # kept too, by name: see `packed_prefix`
+
+    @property
+    def chosen_by(self) -> Float[np.ndarray, "L N Hkv P D"]:
+        """Keys as numbers, for what stands in for them when pages are chosen."""
+        return self.keys if self.decoded is None else self.decoded
 
     @property
     def finite(self) -> bool:
         """Whether no key or value is NaN or infinite; asked a layer at a time, to save memory."""
-        both = (layer for pages in (self.keys, self.values) for layer in pages)
+        arrays = (self.keys, self.values, *self.exact.values())
+        both = (layer for pages in arrays for layer in pages if pages.dtype != np.uint8)
         return all(bool(np.isfinite(layer).all()) for layer in both)
 
 
 def prefilled_pages(
-    model: Model, ids: list[int], cache: CacheConfig, prefill_chunk: int, progress: Progress
+    model: Model,
+    ids: list[int],
+    cache: CacheConfig,
+    prefill_chunk: int,
+    progress: Progress,
+    *,
+    split: bool = False,
 ) -> PrefilledPages:
     """Prefill a prompt and take its full pages out of the pool.
 
     Args:
       model: what to run.
       ids: the prompt.
-      cache: page size and dtype.
+      cache: page size, dtype and format.
       prefill_chunk: most tokens prefilled at once.
       progress: called with "prefill" and how much of it is done.
+      split: whether keys and values will be read apart, if there is a format.
 
     Raises:
       KvjaxError: a key or a value is not finite, the prompt does not fit the model's context, or
-        the cache has a format.
+        the format cannot pack the model's pages.
     """
-    if cache.format is not None:
-        raise KvjaxError(
-            "cache.format is given: a stored prefix is kept as the model made it, or without loss, "
-            "by PrefixConfig.codec; leave out format"
-        )
-    spec = cache_spec(model, cache)
+    spec, count = cache_spec(model, cache), len(ids) // cache.page_size
+    if cache.page_format is not None:
+        ids = ids[: count * cache.page_size]  # so that the newest tokens are those of the pages
     shapes = plan(
         model.config, spec, [len(ids)], new_tokens=0, prefill_chunk=prefill_chunk, cache=cache
     )
@@ -59,12 +75,17 @@ def prefilled_pages(
     state = empty_state(model, shapes, limits, meter)
     stored = prefill_program(model, ids, shapes, state, meter)(state, progress).cache
     seconds = meter.seconds
-    table = np.asarray(stored.block_tables)[0, : len(ids) // cache.page_size]
-    keys, values = (
-        np.stack([np.asarray(pool)[table] for pool in pools])
-        for pools in (stored.k_pages, stored.v_pages)
-    )
-    pages = PrefilledPages(keys, values, seconds)
+    if shapes.format is None:
+        table = np.asarray(stored.block_tables)[0, :count]
+        keys, values = (
+            np.stack([np.asarray(pool)[table] for pool in pools])
+            for pools in (stored.k_pages, stored.v_pages)
+        )
+        pages = PrefilledPages(keys, values, seconds)
+    else:
+        form = StoredForm(shapes.format, spec, cache.page_size, split)
+        packed = packed_prefix(form, stored, count)
+        pages = PrefilledPages(packed.keys, packed.values, seconds, packed.decoded, packed.exact)
     if not pages.finite:
         raise KvjaxError(
             f"keys or values of {model.name} are not finite in {spec.dtype} and cannot be stored: "

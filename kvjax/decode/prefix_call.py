@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from kvjax.decode.reordering import TokenUses
 from kvjax.decode.reprefill import reprefill
 from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
+from kvjax.decode.stored_form import StoredForm
 from kvjax.model import Model
 from kvjax.policies.budget import Budget
 from kvjax.spec import pages_for
@@ -64,14 +66,29 @@ class PrefixCall:
         config: PrefixConfig,
         new_tokens: int,
     ) -> None:
-        size, spec = plain.page_size, plain.spec
+        size, spec, grid = plain.page_size, plain.spec, prefix.segment.grid
         self.pages, self.prefix_tokens = pages, pages * size
         self._model, self._prefix, self._config = model, prefix, config
         self._suffix = ids[self.prefix_tokens :]
-        page_bytes = spec.bytes_per_page(size)
+        self._form = None
+        self._always = config.choice().first, config.choice().last
+        if plain.format is not None:
+            self._form = StoredForm(plain.format, spec, size, grid.layout.split_kv)
+            self._always = self._form.always
         layers = model.config.layers
+        page_bytes = grid.unit_bytes * math.prod(grid.units[:3])
         windows = [window_pages(x.window, size) for x in layers if x.window is not None]
-        least = min(max([pages if config.by == "all" else config.least_pages, *windows]), pages)
+        exact = [(0, 0)] * len(layers)
+        if self._form is not None:
+            exact = [self._form.exact_pages(index) for index in range(len(layers))]
+        # Before what a window reaches stand the layer's exact first tokens.
+        reach = [
+            window_pages(x.window, size) + first
+            for x, (first, _) in zip(layers, exact, strict=True)
+            if x.window is not None
+        ]
+        room = config.least_pages(self._always)
+        least = min(max([pages if config.by == "all" else room, *reach]), pages)
         self.count = Budget(config.budget).pages(
             pages, page_size=size, page_bytes=page_bytes, least=least
         )
@@ -79,7 +96,8 @@ class PrefixCall:
         attended = len(full) * self.count + sum(min(window, self.count) for window in windows)
         self.chosen_bytes = attended * page_bytes // len(layers)
         keys = pages * page_bytes * config.key_layers(full) // (2 * len(layers))
-        self.expected_bytes = self.chosen_bytes + keys
+        unread = sum(min(sum(both), self.count) for both in exact) * page_bytes // len(layers)
+        self.expected_bytes = max(self.chosen_bytes - unread, 0) + keys
         # Rules for tokens fill their pages to the last; others may leave room, for fewer programs.
         fitting = (model.config.max_context - new_tokens - len(self._suffix)) // size
         if cache.num_pages is not None:
@@ -88,7 +106,7 @@ class PrefixCall:
         most = half_step(prefix.segment.info.shape[1])
         self._room = self.count
         if not config.by_tokens:
-            self._room = max(min(half_step(self.count), most, fitting), config.least_pages)
+            self._room = max(min(half_step(self.count), most, fitting), room)
         self.fits = len(self._suffix) <= LARGEST_SUFFIX and self._room <= fitting
         if not self.fits:
             return
@@ -132,10 +150,12 @@ class PrefixCall:
             windows=[layer.window for layer in self._model.config.layers],
             speculate=config.prefetch,
         )
-        sketches = self._prefix.sketches()
+        sketches = self._prefix.sketches(config.least_pages(self._always))
+        exact = () if self._form is None else self._prefix.exact(self._form)
         state = empty_state(self._model, self.shapes, limits, meter)
         suffix = inputs.flat_prompts([self._suffix], self.shapes)
-        static = (self._model.graphdef, self.shapes, self._room, config.selection())
+        selection = config.selection(self._always)
+        static = (self._model.graphdef, self.shapes, self._room, selection, self._form)
         with contextlib.ExitStack() as during:
             handle = during.enter_context(opened(reads))
             if config.reorder:
@@ -146,6 +166,7 @@ class PrefixCall:
                 jnp.int32(self.count),
                 jnp.int32(handle),
                 reading.near,
+                exact,
             )
             program = meter.program(
                 _reprefill, static, self._model.params, state, prefix, suffix, **IN_PLACE
@@ -155,13 +176,13 @@ class PrefixCall:
 
 
 def _reprefill(
-    static: tuple[Any, Shapes, int, Selection],
+    static: tuple[Any, Shapes, int, Selection, StoredForm | None],
     params: Any,
     state: DecodeState,
     prefix: StoredPrefix,
     suffix: Prompts,
 ) -> DecodeState:
-    graphdef, shapes, room, selection = static
+    graphdef, shapes, room, selection, form = static
     return reprefill(
         nnx.merge(graphdef, params),
         state,
@@ -169,5 +190,6 @@ def _reprefill(
         suffix,
         room=room,
         selection=selection,
+        form=form,
         implementation=shapes.attention,
     )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection
 from typing import Literal, get_args
 
+from kvjax.config import CacheConfig
 from kvjax.decode.choosing import ByPages, ByTokens, Selection
 from kvjax.errors import KvjaxError
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
@@ -53,9 +54,10 @@ class PrefixConfig:
         so that a page which leaves the device is not transferred.
       pin_host: whether pages in host memory are also kept page-locked (JAX's "pinned_host"), as
         many bytes again, where a program on an accelerator reads them without a call to Python.
-      codec: how pages that are added are encoded in the store, always without loss: "none"; "zstd";
-        "blosc", bits shuffled, then LZ4; or "splitzip" (arXiv:2605.01708), of bfloat16 only, which
-        gives way to "none" where it saves nothing. What is stored says itself how it is read.
+      codec: how pages that are added, or their codes in a format, are encoded in the store, always
+        without loss: "none"; "zstd"; "blosc", bits shuffled, then LZ4; or "splitzip"
+        (arXiv:2605.01708), of bfloat16 only, which gives way to "none" where it saves nothing. What
+        is stored says itself how it is read.
       placement: which pages are kept: those of greatest "attention" x uses (ContiguousKV), or by
         "lru", "lfu" or IMPRESS's score.
       timeout_s: the longest wait for a read, or for another answer of the store, in seconds.
@@ -102,9 +104,16 @@ class PrefixConfig:
             raise KvjaxError(f"timeout_s is {self.timeout_s}: must be a number of seconds above 0")
         self.choice()
 
-    def choice(self) -> Choice:
-        """Who chooses, as a program takes it."""
-        return Choice(who=self.who, period=self.period, pooling=self.pooling)
+    def choice(self, always: tuple[int, int] = (1, 1)) -> Choice:
+        """Who chooses, as a program takes it.
+
+        Args:
+          always: first and last pages that are in whatever the budget.
+        """
+        first, last = always
+        return Choice(
+            who=self.who, period=self.period, pooling=self.pooling, first=first, last=last
+        )
 
     def sketch(self) -> Sketch | None:
         """What is kept in memory to choose by, if anything is."""
@@ -114,11 +123,13 @@ class PrefixConfig:
             return MeanKeys()
         return QuestBounds() if self.by == "quest" else None
 
-    @property
-    def least_pages(self) -> int:
-        """Pages that a program must have room to choose."""
-        choice = self.choice()
-        return max(choice.first + choice.last, 1)
+    def least_pages(self, always: tuple[int, int] = (1, 1)) -> int:
+        """Pages that a program must have room to choose.
+
+        Args:
+          always: as of `choice`.
+        """
+        return max(sum(always), 1)
 
     def key_layers(self, layers: Collection[int]) -> int:
         """How many layers read all of their keys to choose by.
@@ -135,12 +146,16 @@ class PrefixConfig:
         """Whether tokens are chosen, rather than pages."""
         return self.by in ("impress", "h2o")
 
-    def selection(self) -> Selection:
-        """How a program chooses."""
+    def selection(self, always: tuple[int, int] = (1, 1)) -> Selection:
+        """How a program chooses.
+
+        Args:
+          always: as of `choice`.
+        """
         if self.by_tokens:
             probes = 3 if self.by == "impress" else None
             return ByTokens(probe_heads=probes, chunk=TOKEN_CHUNK, count_uses=self.reorder)
-        return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice())
+        return ByPages(ExactKeys() if self.by == "keys" else self.sketch(), self.choice(always))
 
     def layout(self, page_size: int, layers: int, heads: int) -> Layout:
         """How prefixes are cut into reads: what is always chosen together is read together.
@@ -187,6 +202,31 @@ def check_codec(codec: str, dtype: str) -> None:
         raise KvjaxError(
             f"codec is {codec!r} and the cache is {dtype}: it encodes bfloat16; keep the cache in "
             f"bfloat16, or choose 'zstd' or 'blosc'"
+        )
+
+
+def check_format(config: PrefixConfig, cache: CacheConfig) -> None:
+    """Refuse a format where prefixes are chosen from, or encoded, as numbers.
+
+    Args:
+      config: of the prefixes.
+      cache: of a call.
+
+    Raises:
+      KvjaxError: they are.
+    """
+    if cache.page_format is None:
+        return
+    if config.by_tokens:
+        raise KvjaxError(
+            f"by is {config.by!r} and cache.format is given: tokens that are chosen one by one are "
+            f"packed into new pages, and a format's codes are of whole pages; choose by 'low-bit', "
+            f"'mean', 'quest', 'keys' or 'all', or leave out format"
+        )
+    if config.codec == "splitzip":
+        raise KvjaxError(
+            "codec is 'splitzip' and cache.format is given: it encodes bfloat16 numbers, and pages "
+            "of a format are bytes; take 'zstd', 'blosc' or 'none'"
         )
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.calls import Progress, cache_spec, kept_as
-from kvjax.decode.identity import fingerprint, identity
+from kvjax.decode.identity import fingerprint, identity, numbers_of
 from kvjax.decode.memory import Memory, Reading
 from kvjax.decode.meter import Meter
 from kvjax.decode.open_prefixes import (
@@ -25,11 +25,12 @@ from kvjax.decode.open_prefixes import (
 )
 from kvjax.decode.prefilled_pages import PrefilledPages, check_layers, prefilled_pages
 from kvjax.decode.prefix_call import PrefixCall
-from kvjax.decode.prefix_config import PrefixConfig, check_codec
+from kvjax.decode.prefix_config import PrefixConfig, check_codec, check_format
 from kvjax.decode.reordering import TokenUses, find_reordered
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import DecodeState
+from kvjax.decode.stored_form import format_words, stored_as
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.storage.errors import (
@@ -41,6 +42,7 @@ from kvjax.storage.errors import (
     UnitError,
 )
 from kvjax.storage.keys import Identity
+from kvjax.storage.layout import Layout
 from kvjax.storage.page_store import Match, PageStore
 from kvjax.storage.segment import Segment, SegmentInfo
 
@@ -120,7 +122,7 @@ class PrefixCache:
         Args:
           model: what to run.
           prompt: a text or token ids, at least a page of them.
-          cache: page size and dtype.
+          cache: page size, dtype and format; pages of a format are stored as its codes.
           label: for people; the model's name if it is empty.
           prefill_chunk: most tokens prefilled at once.
           progress: called with "prefill" and how much of it is done.
@@ -130,12 +132,13 @@ class PrefixCache:
 
         Raises:
           KvjaxError: the prompt is shorter than a page or longer than the model's context, the
-            model has layers whose pages cannot be chosen from, or the codec cannot encode the
-            cache's dtype.
+            model has layers whose pages cannot be chosen from, the codec cannot encode the cache's
+            dtype, or a format is given and tokens are chosen, or the model's pages do not fit it.
           StoreError: the store cannot be written; nothing was published.
         """
         cache = cache or CacheConfig()
         check_layers(model)
+        check_format(self.config, cache)
         check_codec(self.config.codec, cache_spec(model, cache).dtype)
         ids = inputs.token_ids(model, prompt)
         if len(ids) < cache.page_size:
@@ -147,11 +150,20 @@ class PrefixCache:
         if there is not None:
             return there
         report = progress or (lambda phase, share: None)
-        pages = prefilled_pages(model, ids, cache, prefill_chunk, report)
-        return self.put(model, ids, pages, label=label)
+        split = self._layout(model, cache).split_kv
+        pages = prefilled_pages(model, ids, cache, prefill_chunk, report, split=split)
+        numbers = self._numbers(model, cache)
+        return self.put(model, ids, pages, label=label, arrays=pages.exact, numbers=numbers)
+
+    def _layout(self, model: Model, cache: CacheConfig) -> Layout:
+        layers = model.config.layers
+        return self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
+
+    def _numbers(self, model: Model, cache: CacheConfig) -> str:
+        return stored_as(cache_spec(model, cache).dtype, cache.page_format)
 
     def longest(self, model: Model, ids: list[int], cache: CacheConfig) -> Match | None:
-        """The stored prefix that shares the most full pages with a prompt, open.
+        """The stored prompt over tiers that shares the most full pages with a prompt, open.
 
         Args:
           model: what prefilled it.
@@ -159,9 +171,7 @@ class PrefixCache:
           cache: page size, dtype and format.
         """
         name = identity(model, kept_as(model, cache), self._tenant)
-        layers = model.config.layers
-        layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
-        return self.store.find(name, ids, layout=layout)
+        return self.store.find(name, ids, layout=self._layout(model, cache))
 
     def stored(self, model: Model, ids: list[int], cache: CacheConfig) -> SegmentInfo | None:
         """What is stored of a prompt already, if it is all of it and with what to choose by.
@@ -169,12 +179,10 @@ class PrefixCache:
         Args:
           model: what prefilled it.
           ids: the prompt.
-          cache: page size and dtype.
+          cache: page size, dtype and format.
         """
-        name = identity(model, cache_spec(model, cache).dtype, self._tenant)
-        layers = model.config.layers
-        layout = self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
-        sketch = self.config.sketch_name()
+        name = identity(model, self._numbers(model, cache), self._tenant)
+        layout, sketch = self._layout(model, cache), self.config.sketch_name()
         match = self.store.find(name, ids, layout=layout, sketch=sketch, exact=True)
         if match is None:
             return None
@@ -202,13 +210,13 @@ class PrefixCache:
           arrays: small arrays that are kept too, by name.
           after: an open stored prefix whose first pages are the prompt's: they are not written
             again, and `pages` are those that follow.
-          numbers: what pages are kept in, as `kept_as` says; None is their dtype.
+          numbers: what pages are kept in, as `kept_as` or `stored_as` says; None is their dtype.
 
         Raises:
           StoreError: the store cannot be written; nothing was published.
         """
         layers, _, heads, size, _ = pages.keys.shape
-        sketches = built_sketches(self.config, pages.keys)
+        sketches = built_sketches(self.config, pages.chosen_by)
         if after is not None:
             sketches = joined_sketches(after.segment, after.pages, sketches)
         seconds = np.asarray(pages.seconds, np.float32)
@@ -293,7 +301,7 @@ class PrefixCache:
                     f"store the document for this one"
                 )
             if cache is not None:
-                _check_serves(segment.info, identity(model, segment.info.dtype, of.tenant), cache)
+                _check_serves(segment.info, model, cache)
             tail = segment.sketches(TAIL).get(TAIL, segment.tokens[:0])
             return [*segment.tokens.tolist(), *tail.tolist()]
 
@@ -325,14 +333,19 @@ class PrefixCache:
             return NotLoaded("load_policy is 'recompute'")
         check_layers(model)
         began = meter.seconds
-        name = identity(model, shapes.spec.dtype, self._tenant)
+        name = identity(model, self._numbers(model, cache), self._tenant)
+        whole = shapes.format is not None
         with self._lock:
             try:
-                match = self._matched(name, ids[:-1], shapes.page_size)
+                match = self._matched(name, ids[:-1], shapes.page_size, whole)
             except (SegmentError, StoreError) as error:
                 return self._failed(error, None)
             if match is None:
-                return NotLoaded("nothing of the prompt is stored")
+                return NotLoaded(
+                    "nothing is stored in this format that the prompt begins with the whole of"
+                    if whole
+                    else "nothing of the prompt is stored"
+                )
             try:
                 prefix = self._open.keep(match.segment)
                 call = PrefixCall(
@@ -349,13 +362,13 @@ class PrefixCache:
             except (SegmentError, StoreError, UnitError, ReadFailedError, TimeoutError) as error:
                 return self._failed(error, match.segment.info)
 
-    def _matched(self, name: Identity, ids: list[int], page_size: int) -> Match | None:
+    def _matched(self, name: Identity, ids: list[int], page_size: int, whole: bool) -> Match | None:
         if self.config.reorder:
             return find_reordered(self.store, name, ids, page_size)
         sketch = self.config.sketch_name()
-        match = self.store.find(name, ids, page_size, sketch=sketch)
+        match = self.store.find(name, ids, page_size, sketch=sketch, whole=whole)
         if match is None and sketch is not None:
-            other = self.store.find(name, ids, page_size)
+            other = self.store.find(name, ids, page_size, whole=whole)
             if other is not None:
                 other.segment.close()
                 raise KvjaxError(
@@ -477,7 +490,7 @@ class PrefixCache:
         return self._memory.reading(segment, model)
 
 
-def _check_serves(info: SegmentInfo, of: Identity, cache: CacheConfig) -> None:
+def _check_serves(info: SegmentInfo, model: Model, cache: CacheConfig) -> None:
     """Refuse a stored prefix whose pages are not those of a call."""
     key = info.key[:12]
     if info.layout.page_size != cache.page_size:
@@ -485,12 +498,20 @@ def _check_serves(info: SegmentInfo, of: Identity, cache: CacheConfig) -> None:
             f"page_size is {cache.page_size}: prefix {key} was stored in pages of "
             f"{info.layout.page_size} tokens; ask with these, or store it again"
         )
-    if cache.dtype not in (None, info.dtype):
+    kept = numbers_of(info.identity)
+    dtype, of_format = kept.partition(",")[0], format_words(kept)
+    if cache.dtype not in (None, dtype):
         raise KvjaxError(
-            f"dtype is {cache.dtype!r}: prefix {key} was stored in {info.dtype}; ask with this, or "
+            f"dtype is {cache.dtype!r}: prefix {key} was stored in {dtype}; ask with this, or "
             f"store it again"
         )
-    if of.numerics != info.identity.numerics:
+    asked = stored_as(dtype, cache.page_format)
+    if kept != asked:
+        raise KvjaxError(
+            f"the call has {format_words(asked)}: prefix {key} was stored in {of_format}; ask with "
+            f"this, or store it again"
+        )
+    if identity(model, kept, info.identity.tenant).numerics != info.identity.numerics:
         raise KvjaxError(
             f"prefix {key} was stored by a model that computes otherwise, as in another dtype; "
             f"load the model as it was then, or store it again"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from kvjax.decode.fetch import Worth, collect, issue_missing
 from kvjax.decode.near_memory import Near, read_pinned
@@ -16,7 +16,7 @@ def read_missing(
     ids: Int32[Array, "Hkv K"],
     worth: Worth,
     page: jax.ShapeDtypeStruct,
-) -> Float[Array, "two K Hkv P D"]:
+) -> Shaped[Array, "two K Hkv P D"]:
     """Gather a layer's pages from near memory, and what is not there through a callback.
 
     What is not there is packed to the front, and as much is transferred as the next of a few

@@ -16,9 +16,11 @@ from kvjax import cache as paged
 from kvjax.cache import PagedKVCache
 from kvjax.decode.attend import chunk_attend
 from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix, read_window
+from kvjax.decode.packed_prefix import with_exact_tokens
 from kvjax.decode.step import DecodeState, Prompts
+from kvjax.decode.stored_form import StoredForm
 from kvjax.models import Attend, Decoder
-from kvjax.pallas_kernels.packed_pages import PackedPages
+from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
 from kvjax.pallas_kernels.support import Implementation
 
 
@@ -35,6 +37,7 @@ def reprefill(
     *,
     room: int,
     selection: Selection,
+    form: StoredForm | None = None,
     implementation: Implementation | None = None,
 ) -> DecodeState:
     """Prefill one sequence's suffix against the chosen pages of its prefix.
@@ -46,6 +49,7 @@ def reprefill(
       suffix: the sequence's tokens after the prefix's pages, at least one.
       room: K, pages that can be chosen, static.
       selection: how to choose.
+      form: how the prefix is stored, if the cache has a format.
       implementation: of `ragged_paged_attention`, or None.
 
     Returns:
@@ -56,6 +60,8 @@ def reprefill(
     tokens = suffix.tokens
     chunk = tokens.shape[0]
     cache = _with_chosen_pages(state.cache, prefix, room)
+    if form is not None:
+        cache = with_exact_tokens(cache, form, prefix.exact, prefix.pages * size)
     cache, reservation = paged.reserve(cache, jnp.diff(suffix.cu_lengths), max_count=chunk)
     sequences, offset = paged.ragged_rows(suffix.cu_lengths, chunk)
     valid = sequences == 0
@@ -66,8 +72,9 @@ def reprefill(
         offset + prefix.count * size,
         suffix.cu_lengths,
         implementation,
+        stores=reservation.ok,
     )
-    attend = _fetching(decoder, base, prefix, valid, selection)
+    attend = _fetching(decoder, base, prefix, valid, selection, form)
     shape = (decoder.config.layers[0].num_kv_heads, room)
     none = Chosen(jnp.full(shape, prefix.pages, jnp.int32), jnp.zeros(shape))
     carry = _Carry(cache, none)
@@ -97,25 +104,39 @@ def _fetching(
     prefix: StoredPrefix,
     valid: Bool[Array, " T"],
     selection: Selection,
+    form: StoredForm | None,
 ) -> Attend[_Carry]:
     """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
         cache, chosen = carry
-        pool, values = cache.k_pages[layer], cache.v_pages[layer]
-        assert not isinstance(pool, PackedPages)
-        assert not isinstance(values, PackedPages)
-        page = jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
-        asked, window = Asked(layer, q, valid, page), decoder.config.layers[layer].window
+        keys, values = cache.k_pages[layer], cache.v_pages[layer]
+        assert keys is not None  # of layers that share pages no prefix is stored
+        assert values is not None
+        page = form.page if form is not None else _page(keys)
+        asked = Asked(layer, q, valid, page, form)
+        window = decoder.config.layers[layer].window
         if window is None:
             both, chosen = selection.get(decoder.config, prefix, asked, chosen)
         else:
             both = read_window(decoder.config, prefix, asked, window, chosen.ids.shape[1])
-        origin = (0, 0, 0, 0)
-        keys = jax.lax.dynamic_update_slice(pool, both[0], origin)
-        values = jax.lax.dynamic_update_slice(values, both[1], origin)
+        if form is not None:
+            keys, values = form.put(layer, both, (keys, values))
+        else:
+            keys, values = _put(keys, both[0]), _put(values, both[1])
         cache = paged.with_layer(cache, layer, keys, values)
         out, cache = base(layer, q, k, v, cache)
         return out, _Carry(cache, chosen)
 
     return attend
+
+
+def _page(pool: KeyPool) -> jax.ShapeDtypeStruct:
+    """One head's page [P, D] of a pool that is not packed."""
+    return jax.ShapeDtypeStruct(pool.shape[2:], pool.dtype)
+
+
+def _put(pool: KeyPool, pages: Array) -> Array:
+    """Write pages into a pool that is not packed, from the first on."""
+    assert not isinstance(pool, PackedPages)
+    return jax.lax.dynamic_update_slice(pool, pages, (0, 0, 0, 0))

@@ -13,6 +13,7 @@ from kvjax.decode import inputs
 from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
+from kvjax.decode.prefix_config import check_format
 from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
 from kvjax.decode.results import FinishReason, StreamEvent
 from kvjax.decode.sampling import Sampling
@@ -79,11 +80,8 @@ def stream(
             "prefixes are given and cache.select too: a stored prefix is chosen from once, before "
             "the first token, with its own budget; leave out one of them"
         )
-    if prefixes is not None and cache.format is not None:
-        raise KvjaxError(
-            "prefixes are given and cache.format too: stored pages are kept as the model made "
-            "them; leave out one of them"
-        )
+    if prefixes is not None:
+        check_format(prefixes.config, cache)
     ids = inputs.token_ids(model, prompt)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     report = progress or (lambda phase, share: None)

@@ -2,16 +2,13 @@
 
 import functools
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8
 
+from kvjax.decode.page_bytes import packed_bytes, page_bytes, pages_of
 from kvjax.decode.tiered_state import TieredShapes
-from kvjax.formats import PagePacking, abstract_pages, empty_pages
-from kvjax.pallas_kernels import PackedPages
+from kvjax.formats import PagePacking
 
 
 def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
@@ -22,10 +19,7 @@ def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
     spec = shapes.spec
     if shapes.format is None:
         return (shapes.page_size, spec.layers[shapes.leaving[0]].head_dim), spec.dtype
-    most = 0
-    for index in shapes.leaving:
-        parts = _parts(shapes, index)
-        most = max(most, sum(_packed_bytes(packing, shapes, dim) for packing, dim in parts))
+    most = max(sum(_part_bytes(shapes, index)) for index in shapes.leaving)
     return (shapes.page_size, -(-most // (2 * shapes.page_size))), "uint8"
 
 
@@ -46,10 +40,9 @@ def as_bytes(
       positions: int32 [n], of each page's first token.
     """
     page, _ = page_shape(shapes)
-    kept = []
-    for (packing, _), pages in zip(_parts(shapes, layer), (keys, values), strict=True):
-        kept += jax.tree.leaves(_stored(packing, packing.encode(pages, positions)))
-    flat = jnp.concatenate([_bytes(x) for x in kept], axis=-1)
+    parts = zip(_parts(shapes, layer), (keys, values), strict=True)
+    kept = [packed_bytes(packing.encode(pages, positions)) for (packing, _), pages in parts]
+    flat = jnp.concatenate(kept, axis=-1)
     flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 2 * math.prod(page) - flat.shape[-1])))
     halves = flat.reshape(*flat.shape[:2], 2, *page)
     return halves[:, :, 0], halves[:, :, 1]
@@ -72,19 +65,13 @@ def from_bytes(
     dtype = jnp.dtype(shapes.spec.dtype)
     count, heads = keys.shape[:2]
     flat = jnp.stack([keys, values], axis=2).reshape(count, heads, -1)
-    both, begin = [], 0
-    for packing, dim in _parts(shapes, layer):
-        wanted = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
-        leaves, structure = jax.tree.flatten(wanted)
-        arrays = []
-        for leaf in leaves:
-            size = math.prod(leaf.shape[2:]) * leaf.dtype.itemsize
-            leaf = jax.ShapeDtypeStruct((count, heads, *leaf.shape[2:]), leaf.dtype)
-            arrays.append(_array(flat[:, :, begin : begin + size], leaf))
-            begin += size
-        template = empty_pages(packing, 1, heads, shapes.page_size, dim)
-        packed = template.with_stored(jax.tree.unflatten(structure, arrays))
+    size, begin, both = shapes.page_size, 0, []
+    for (packing, dim), width in zip(
+        _parts(shapes, layer), _part_bytes(shapes, layer), strict=True
+    ):
+        packed = pages_of(packing, flat[:, :, begin : begin + width], size, dim)
         both.append(packed.values().astype(dtype))
+        begin += width
     return both[0], both[1]
 
 
@@ -129,31 +116,9 @@ def _parts(
     return (chosen.keys, of.head_dim), (chosen.values, of.value_dim)
 
 
-@functools.lru_cache(maxsize=64)
-def _packed_bytes(packing: PagePacking, shapes: TieredShapes, dim: int) -> int:
-    """Bytes that one KV head's page is kept in."""
-    heads = shapes.spec.layers[shapes.leaving[0]].kv_heads
-    packed = _stored(packing, abstract_pages(packing, 2, heads, shapes.page_size, dim))
-    leaves = jax.tree.leaves(packed)
-    return sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in leaves)
-
-
-def _stored(packing: PagePacking, packed: PackedPages) -> dict[str, Any]:
-    """The arrays of packed pages that are not shared by all."""
-    _, heads, size, dim = packed.shape
-    names = abstract_pages(packing, 2, heads, size, dim).stored()
-    return {name: getattr(packed, name) for name in names}
-
-
-def _bytes(array: Array) -> UInt8[Array, "n Hkv w"]:
-    """An array [n, Hkv, ...] as the bytes that it is."""
-    raw = lax.bitcast_convert_type(array, jnp.uint8)
-    return raw.reshape(*array.shape[:2], -1)
-
-
-def _array(raw: UInt8[Array, "n Hkv w"], wanted: jax.ShapeDtypeStruct) -> Array:
-    """Undo `_bytes`."""
-    size = wanted.dtype.itemsize
-    shape = wanted.shape if size == 1 else (*wanted.shape, size)
-    length = math.prod(wanted.shape[2:]) * size
-    return lax.bitcast_convert_type(raw[:, :, :length].reshape(shape), wanted.dtype)
+@functools.lru_cache(maxsize=256)
+def _part_bytes(shapes: TieredShapes, layer: int) -> tuple[int, int]:
+    """Bytes that one KV head's page of a layer's keys takes, and of its values."""
+    heads, size = shapes.spec.layers[layer].kv_heads, shapes.page_size
+    keys, values = (page_bytes(packing, heads, size, dim) for packing, dim in _parts(shapes, layer))
+    return keys, values

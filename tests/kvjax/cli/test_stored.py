@@ -104,6 +104,34 @@ def test_what_to_ask_with_is_told_whole(run, key, folder):
         assert option in line
 
 
+def test_pages_in_a_format_serve_calls_in_it(run, folder):
+    text = folder / "packed.txt"
+    text.write_text(f"cab {DOCUMENT}")
+    plain, added = (
+        json.loads(whole(run("prefix", "add", text, "--json", *options)))
+        for options in ((), ("--format", "int8"))
+    )
+    assert added["bytes"] < plain["bytes"] * 0.7
+    again = run("prefix", "add", text, "--format", "int8")
+    assert "already there" in again.stderr
+    (line,) = [line for line in again.stderr.splitlines() if "ask with" in line]
+    assert "--format int8" in line
+    asked = ("generate", "abc", "--prefix", added["key"], "--budget", "100%", "-n", 3, "--json")
+    found = json.loads(whole(run(*asked, "--format", "int8")))
+    assert found["stats"]["prefix"]["pages"] > 1
+    computed = ("--file", text, "--load-policy", "recompute", "--format", "int8")
+    cold = json.loads(whole(run("generate", "abc", *computed, "-n", 3, "--json")))
+    assert cold["stats"]["prefix"] is None
+    assert found["tokens"] == cold["tokens"]
+    refused = run(*asked, "--format", "int4")
+    assert refused.exit_code == 2
+    said = " ".join(refused.stderr.split())
+    assert "the call has format 'int4'" in said
+    assert "was stored in format 'int8'; ask with this" in said
+    for stored in (plain, added):
+        whole(run("store", "rm", stored["key"]))
+
+
 def test_pages_are_encoded_and_listed_so(run, folder):
     text = folder / "encoded.txt"
     text.write_text(f"abc {DOCUMENT}")

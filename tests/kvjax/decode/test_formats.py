@@ -11,7 +11,7 @@ from flax import nnx
 
 from kvjax.cache import init, put_chunk
 from kvjax.config import CacheConfig
-from kvjax.decode import PrefixCache, generate, score, stream
+from kvjax.decode import generate, score, stream
 from kvjax.decode.attend_recent import Chunk, attend_chunk
 from kvjax.errors import KvjaxError
 from kvjax.formats import Format, LayerFormat, Packing, float8, int4, int8
@@ -197,13 +197,3 @@ def test_a_format_is_found_by_its_name_and_refused_by_it():
         CacheConfig(format=4)
     with pytest.raises(KvjaxError, match=r"page_size is 16: groups of 32 tokens of keys"):
         generate(model("llama"), prompt(20), cache=CacheConfig(format="kivi2"))
-
-
-def test_stored_prefixes_and_formats_do_not_go_together(tmp_path):
-    with pytest.raises(KvjaxError, match=r"prefixes are given and cache\.format too"):
-        generate(
-            model("llama"),
-            prompt(20),
-            cache=CacheConfig(format="int4"),
-            prefixes=PrefixCache(str(tmp_path)),
-        )
