@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ import kvjax
 from kvjax import CacheConfig, KvjaxError, PrefixCache, Select
 from kvjax.cache import fork, init, pool_bytes
 from kvjax.convert.mla import check_convertible
-from kvjax.decode import Sampling, calibrate_formats, distill_indexer
+from kvjax.decode import Sampling, calibrate_formats, distill_indexer, inputs
+from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.sampling import make_sampler
+from kvjax.decode.shapes import plan
 from kvjax.decode.step import (
     RUNNING,
     Prompts,
@@ -27,10 +30,12 @@ from kvjax.decode.step import (
     prefill_last,
     start,
 )
+from kvjax.decode.stream import _step
 from kvjax.model import from_checkpoint
-from kvjax.models import random_checkpoint
+from kvjax.models import LayerConfig, ModelConfig, random_checkpoint
 from kvjax.models.yoco_files import yoco_config
 from tests.kvjax.cache.plain import scattered
+from tests.kvjax.decode.test_tpu_compile import ABSTRACT_MESH, on, there  # noqa: F401
 from tests.kvjax.decode.tiny import VOCAB, logprobs, prompt
 from tests.models.yoco_oracle import ARGS, oracle_logits, released_weights
 
@@ -137,8 +142,13 @@ def test_a_batch_is_continued_as_the_equations_say(model):
     read = sum(2 * SELF * min(n, WINDOW) + 2 * CROSS * n for n in (81, 16, 44))
     assert stats.bytes_read_per_step == read
 
-    events = list(kvjax.stream(model, prompts[0], max_new_tokens=12, prefill_chunk=CHUNK))
-    assert [event.token for event in events] == result.tokens[0]
+
+@pytest.mark.slow
+def test_a_stream_is_continued_as_the_equations_say(model):
+    ids = prompt(70, seed=70)
+    events = list(kvjax.stream(model, ids, max_new_tokens=12, prefill_chunk=CHUNK))
+    tokens = [event.token for event in events]
+    assert expected(ids + tokens)[len(ids) - 1 : -1].argmax(1).tolist() == tokens
     assert events[-1].stats.bytes_read_per_step == 2 * SELF * WINDOW + 2 * CROSS * 81
 
 
@@ -210,3 +220,41 @@ def test_what_needs_keys_of_every_layer_is_refused(model, tmp_path):
     ):
         with pytest.raises(KvjaxError, match=rf"{says} \(2 to 3\) read keys and values"):
             refused()
+
+
+@pytest.mark.slow
+def test_programs_for_a_tpu_read_and_write_pools_in_place(there):  # noqa: F811
+    """Rings, shared pages, and those that the branch of a prompt's last token reads."""
+    layers = (LayerConfig(8, 8, 128, window=128),) * 2 + (LayerConfig(8, 2, 128),) * 2
+    made = ModelConfig("yoco", VOCAB, 64, 64, layers, 4096, cross_from=2)
+    of = from_checkpoint(random_checkpoint(made), name="random", dtype="bfloat16")
+    given = CacheConfig(num_pages=512)
+    shapes = plan(made, of.spec, [600, 3], new_tokens=32, prefill_chunk=256, cache=given)
+    limits = inputs.row_limits(2, 32, shapes.batch)
+    rules = Rules(
+        make_sampler(Sampling(), VOCAB), jax.random.key(0), inputs.padded_stops([]), limits
+    )
+    cache = jax.eval_shape(lambda: inputs.empty_cache(shapes))
+    state = jax.eval_shape(lambda cache: start(cache, made.hidden_size, limits), cache)
+    state = on(inputs.formats_between(state, there), state)
+    prompts = inputs.flat_prompts([[1] * 600, [2] * 3], shapes)
+    sizes = {pool.shape[0] for pool in cache.k_pages if pool is not None}
+    assert sizes == {2 * 25, 512}
+    for function, rest in ((_prefill_chunk, (prompts, jnp.int32(0))), (_step, (rules,))):
+        with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
+            program, _ = inputs.compiled(
+                function,
+                (of.graphdef, shapes),
+                on(there, of.params),
+                state,
+                *on(there, rest),
+                donate=(1,),
+                result_as=1,
+            )
+        text = program.as_text()
+        pool = r"bf16\[(?:50,8|512,2),16,128\]"
+        assert "tpu_custom_call" in text
+        assert re.search(pool, text)
+        assert not re.findall(rf"{pool}\S* (?:copy|copy-start|transpose)\(", text)
+        total = sum(pool_bytes(cache).values())
+        assert program.memory_analysis().alias_size_in_bytes >= total
