@@ -104,6 +104,7 @@ def test_what_to_ask_with_is_told_whole(run, key, folder):
         assert option in line
 
 
+@pytest.mark.slow
 def test_pages_in_a_format_serve_calls_in_it(run, folder):
     text = folder / "packed.txt"
     text.write_text(f"cab {DOCUMENT}")
