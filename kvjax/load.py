@@ -1,6 +1,5 @@
 """Opens a model that is already on this machine: a name in the local cache, or a path."""
 
-import contextlib
 import os
 import pathlib
 import shutil
@@ -25,6 +24,7 @@ from kvjax.models import (
     read,
 )
 from kvjax.pallas_kernels import target_platform
+from kvjax.pallas_kernels.cpu_flags import cpu_multiplies_bfloat16
 from kvjax.registry import MODELS, cache_root, is_hub_name, model_path, source_of
 from kvjax.storage.files import sha256
 from kvjax.storage.tensor_file import map_tensors, write_tensors
@@ -36,7 +36,6 @@ DType = Literal["auto", "float32", "bfloat16", "fp32", "bf16"]
 
 _WEIGHTS_VERSION = 1  # raise it when a reader gives a weight another name, order or value
 _UNQUANTIZED = ("F32", "F16", "BF16")
-_BF16_FLAGS = {"amx_bf16", "avx512_bf16"}  # x86: bfloat16 products without going through float32
 
 
 def load(
@@ -113,15 +112,6 @@ def resolve_dtype(dtype: str) -> str:
     if target_platform() != "cpu":
         return "bfloat16"
     return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
-
-
-def cpu_multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether this CPU says that it multiplies bfloat16; where it says nothing, it does not."""
-    with contextlib.suppress(OSError), open(cpuinfo, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("flags"):
-                return not _BF16_FLAGS.isdisjoint(line.split())
-    return False
 
 
 def _locate(

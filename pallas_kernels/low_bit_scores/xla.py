@@ -5,7 +5,8 @@ pages there are. Without lists a block is a run of the pool's pages, which nobod
 
 What is unpacked is a code times its step, 8 significant bits, which bfloat16 holds exactly. A few
 float32 queries are three bfloat16 each, of which every product is exact in float32: on a CPU that
-is half the memory of float32 keys, and a faster product. For many queries, keys are float32.
+multiplies bfloat16 this is half the memory of float32 keys, and a faster product. On others, and
+for many queries, keys are float32.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float16, Float32, Int32
 
+from kvjax.pallas_kernels.cpu_flags import cpu_multiplies_bfloat16
 from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
 
 BLOCK_TOKENS = 4096
-"""Tokens that are unpacked and scored together, of all KV heads: half a megabyte at head_dim 64."""
+"""Tokens that are unpacked and scored together, of all KV heads: half a megabyte of bfloat16 at
+head_dim 64, which stays in a core's cache."""
+
+FLOAT_BLOCK_TOKENS = 32_768
+"""The same of float32 keys: 8 MB. A product of fewer leaves cores idle between its parts."""
 
 BLOCK_SCORES = 2**20
 """Scores of a block, all KV heads together, where queries are many."""
@@ -61,7 +67,8 @@ def low_bit_scores_xla(
     grouped = q.reshape(q.shape[0], kv_heads, -1, dim)
     pages = {name: _bits(each) for name, each in pages.items()}
     rows = grouped.shape[2] * (q.shape[0] if page_ids is None else 1)
-    tokens = min(BLOCK_TOKENS, BLOCK_SCORES // rows) // kv_heads
+    most = BLOCK_TOKENS if _in_bfloat16(rows) else FLOAT_BLOCK_TOKENS
+    tokens = min(most, BLOCK_SCORES // rows) // kv_heads
     blocks = -(-width // max(tokens // page_size, 1))
     together = -(-width // blocks)  # pages a block, which are about equal
     if page_ids is None:
@@ -138,6 +145,11 @@ def _listed_pages(
     return scores.reshape(batch, kv_heads * group, columns * together)[:, :, :width]
 
 
+def _in_bfloat16(rows: int) -> bool:
+    """Whether this many queries of a KV head are multiplied in bfloat16."""
+    return rows <= FEW and cpu_multiplies_bfloat16()
+
+
 def _block(
     queries: Float[Array, "Hkv R D"],
     pages: Mapping[str, Array],
@@ -146,16 +158,12 @@ def _block(
     soft_cap: float | None,
 ) -> Float32[Array, "Hkv R n"]:
     """Scores of n pages, each KV head's own."""
-    (kv_heads, count, dim), rows = pages["step"].shape, queries.shape[1]
-    asked = _raised(queries)
+    (kv_heads, count, _), rows = pages["step"].shape, queries.shape[1]
     unit = lax.bitcast_convert_type(pages["unit"], jnp.bfloat16).astype(jnp.float32)
-    step, middle = (float8_values(pages[name].astype(jnp.int32)) for name in ("step", "middle"))
-    width = lax.optimization_barrier(step.astype(jnp.float16))  # or each token decodes it again
-    offsets = unpack(pages, bits).astype(jnp.float16) * width[:, :, None]
-    found = _dot(_lowered(offsets).reshape(kv_heads, -1, dim), asked, rows)
-    once = _dot(_upper(jnp.concatenate([middle, step], axis=1) / _RAISE), asked, rows)
+    products = _halves if _in_bfloat16(rows) else _floats
+    found, once = products(queries.astype(jnp.float32), pages, bits)
     once = once[:, :count] * unit[..., 1:] - once[:, count:] * unit[..., :1] * (2**bits - 1) / 2
-    found = found.reshape(kv_heads, count, -1, rows) * (unit[..., :1] * _LOWERED)[:, :, None]
+    found = found.reshape(kv_heads, count, -1, rows) * unit[..., :1][:, :, None]
     found = (found + once[:, :, None]) * scale
     if soft_cap is not None:
         found = soft_cap * jnp.tanh(found / soft_cap)
@@ -165,6 +173,44 @@ def _block(
     found = lax.optimization_barrier(found.transpose(0, 3, 2, 1))
     scores: Array = jax.nn.logsumexp(found, axis=2)
     return scores
+
+
+def _halves(
+    queries: Float32[Array, "Hkv R D"], pages: Mapping[str, Array], bits: int
+) -> tuple[Float32[Array, "Hkv T R"], Float32[Array, "Hkv n2 R"]]:
+    """Products of queries with codes times steps, and with middles and then steps, in bfloat16."""
+    kv_heads, _, dim = pages["step"].shape
+    asked, rows = _raised(queries), queries.shape[1]
+    step, middle = _steps_and_middles(pages)
+    width = lax.optimization_barrier(step.astype(jnp.float16))  # or each token decodes it again
+    offsets = unpack(pages, bits).astype(jnp.float16) * width[:, :, None]
+    found = _dot(_lowered(offsets).reshape(kv_heads, -1, dim), asked, rows)
+    once = _dot(_upper(jnp.concatenate([middle, step], axis=1) / _RAISE), asked, rows)
+    return found * _LOWERED, once
+
+
+def _floats(
+    queries: Float32[Array, "Hkv R D"], pages: Mapping[str, Array], bits: int
+) -> tuple[Float32[Array, "Hkv T R"], Float32[Array, "Hkv n2 R"]]:
+    """The same in float32."""
+    kv_heads, _, dim = pages["step"].shape
+    step, middle = _steps_and_middles(pages)
+    step = lax.optimization_barrier(step)  # or each token decodes it again
+    offsets = unpack(pages, bits).astype(jnp.float32) * step[:, :, None]
+    # A product that unpacks as it goes is one core's.
+    offsets = lax.optimization_barrier(offsets.reshape(kv_heads, -1, dim))
+    rows = queries.shape[1]
+    return (
+        _dot(offsets, queries, rows),
+        _dot(jnp.concatenate([middle, step], axis=1), queries, rows),
+    )
+
+
+def _steps_and_middles(
+    pages: Mapping[str, Array],
+) -> tuple[Float32[Array, "Hkv n D"], Float32[Array, "Hkv n D"]]:
+    step, middle = (float8_values(pages[name].astype(jnp.int32)) for name in ("step", "middle"))
+    return step, middle
 
 
 def _bits(array: Array) -> Array:
@@ -188,11 +234,9 @@ def _lowered(values: Float16[Array, "..."]) -> BFloat16[Array, "..."]:
     return lax.bitcast_convert_type(shifted, jnp.bfloat16)
 
 
-def _raised(queries: Float[Array, "Hkv R D"]) -> Float[Array, "Hkv parts D"]:
-    """Queries times `_RAISE`; few of them as three bfloat16 numbers that add up to each."""
-    rest, parts = queries.astype(jnp.float32) * _RAISE, []
-    if queries.shape[1] > FEW:
-        return rest
+def _raised(queries: Float32[Array, "Hkv R D"]) -> BFloat16[Array, "Hkv R3 D"]:
+    """Queries times `_RAISE` as three bfloat16 numbers that add up to each."""
+    rest, parts = queries * _RAISE, []
     for _ in range(3):
         parts.append(_upper(rest))
         rest = rest - parts[-1].astype(jnp.float32)
@@ -200,12 +244,12 @@ def _raised(queries: Float[Array, "Hkv R D"]) -> Float[Array, "Hkv parts D"]:
 
 
 def _dot(
-    keys: BFloat16[Array, "Hkv T D"], asked: Float[Array, "Hkv parts D"], rows: int
+    keys: Float[Array, "Hkv T D"], asked: Float[Array, "Hkv parts D"], rows: int
 ) -> Float32[Array, "Hkv T R"]:
-    """Products with what `_raised` made of R queries."""
+    """Products with R queries, or with the three parts that `_raised` made of each."""
     products: Array = jnp.einsum(
         "htd,hrd->htr",
-        keys.astype(asked.dtype),
+        keys,
         asked,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,

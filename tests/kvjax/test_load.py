@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import load
 from kvjax.errors import KvjaxError, ModelNotFoundError
-from kvjax.load import cpu_multiplies_bfloat16, resolve_dtype
+from kvjax.load import resolve_dtype
 from kvjax.models import read_gguf, save_orbax
 from kvjax.registry import model_path
 from kvjax.storage.tensor_file import write_tensors
@@ -210,21 +210,6 @@ def test_dtypes(tiny, tmp_path):
     with pytest.raises(ValueError, match="float64"):
         resolve_dtype("float64")
     assert resolve_dtype("auto") in ("float32", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("model name\t: x\nflags\t\t: fpu avx2 avx512_bf16\n", True),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
-        ("flags\t\t: fpu avx2 avx512f\n", False),
-        ("Features\t: fp asimd\n", False),
-    ],
-)
-def test_native_bfloat16_is_read_from_the_cpu(tmp_path, text, expected):
-    (tmp_path / "cpuinfo").write_text(text)
-    assert cpu_multiplies_bfloat16(str(tmp_path / "cpuinfo")) is expected
-    assert not cpu_multiplies_bfloat16(str(tmp_path / "absent"))
 
 
 def test_auto_is_bfloat16_on_accelerators(monkeypatch):

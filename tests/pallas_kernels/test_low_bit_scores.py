@@ -131,6 +131,11 @@ def run(implementation, arrays, interpret=None, **options):
         return run("xla", arrays, **options)
 
 
+def small_blocks(monkeypatch, tokens):
+    for name in ("BLOCK_TOKENS", "FLOAT_BLOCK_TOKENS"):
+        monkeypatch.setattr(in_xla, name, tokens)
+
+
 def options_of(case):
     return {"bits": case[0], "soft_cap": case[-1]}
 
@@ -167,7 +172,7 @@ def test_keys_of_a_sketch_score_as_the_keys_it_stands_for(implementation, bits):
 @pytest.mark.parametrize("implementation", ["reference", "xla"])  # kernels always get lists
 def test_without_lists_all_pages_are_scored_in_order(implementation, monkeypatch):
     """Up to each count, in blocks of which the last overlaps; what lies past it may be NaN."""
-    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 100)
+    small_blocks(monkeypatch, 100)
     arrays, _ = build(CASES[0])
     counts = jnp.asarray([[7, 7], [0, 1], [3, 3], [8, 0], [2, 6]], jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (5, 2, 8))
@@ -225,9 +230,18 @@ def test_one_tokens_code_comes_back(bits):
 
 def test_blocks_without_pages_are_not_visited(monkeypatch):
     """Many blocks, of which the loop takes those that hold pages, whoever's they are."""
-    monkeypatch.setattr(in_xla, "BLOCK_TOKENS", 32)
+    small_blocks(monkeypatch, 32)
     arrays, wanted = batch_and_answer(CASES[1])
     scores = run("xla", arrays, **options_of(CASES[1]))
+    np.testing.assert_allclose(scores, wanted, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cpus_with_and_without_products_of_bfloat16_say_the_same(case, native, monkeypatch):
+    monkeypatch.setattr(in_xla, "cpu_multiplies_bfloat16", lambda: native)
+    arrays, wanted = batch_and_answer(case)
+    scores = run("xla", arrays, **options_of(case))
     np.testing.assert_allclose(scores, wanted, 1e-5, 1e-5)
 
 
