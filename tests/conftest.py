@@ -62,6 +62,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(trylast=True)  # after -m, so that of what it leaves a first case is left
 def pytest_collection_modifyitems(config, items):
     """Leave out what `--first-cases` does not want.
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, BFloat16, Float, Float16, Float32, Int32
 
 from kvjax.pallas_kernels.cpu_flags import cpu_multiplies_bfloat16
 from kvjax.pallas_kernels.packed_bits import PLANES, float8_values, unpack
+from kvjax.pallas_kernels.support import target_platform
 
 BLOCK_TOKENS = 4096
 """Tokens that are unpacked and scored together, of all KV heads: half a megabyte of bfloat16 at
@@ -147,7 +148,7 @@ def _listed_pages(
 
 def _in_bfloat16(rows: int) -> bool:
     """Whether this many queries of a KV head are multiplied in bfloat16."""
-    return rows <= FEW and cpu_multiplies_bfloat16()
+    return rows <= FEW and (target_platform() != "cpu" or cpu_multiplies_bfloat16())
 
 
 def _block(
