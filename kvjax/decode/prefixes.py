@@ -375,6 +375,16 @@ class PrefixCache:
                     f"the stored prefix {other.segment.info.key[:12]} has no {sketch} sketch: "
                     f"choose by what it was stored with, or add it again with these settings"
                 )
+        # In a format, keys that are stored with their values cannot be read without them.
+        apart = match is None or match.segment.grid.layout.split_kv
+        if whole and self.config.by == "keys" and not apart:
+            assert match is not None
+            match.segment.close()
+            raise KvjaxError(
+                f"by is 'keys' and cache.format is given: the stored prefix "
+                f"{match.segment.info.key[:12]} has keys and values together; choose by what it "
+                f"was stored with, or remove it and add it again with by='keys'"
+            )
         return match
 
     def report(self, info: SegmentInfo, error: BaseException, *, remove: bool = False) -> Reason:

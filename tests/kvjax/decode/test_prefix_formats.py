@@ -150,6 +150,12 @@ def test_no_other_call_is_served(model, ids, stored):
     assert "begins with the whole of" in found.reason
 
 
+def test_keys_stored_with_their_values_are_not_read_alone(model, ids, stored):
+    prefixes = PrefixCache(stored[1], config=dataclasses.replace(LOAD, by="keys"))
+    with pytest.raises(KvjaxError, match=r"by is 'keys' .* has keys and values together; choose"):
+        prefilled(model, ids, prefixes, INT8)
+
+
 def test_calibrations_are_told_apart():
     formats = (kvquant(), kvquant(5.0), float8(scale=1.0), float8(scale=2.0), int8(), None)
     assert len({stored_as("float32", format) for format in formats}) == len(formats)
