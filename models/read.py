@@ -11,7 +11,7 @@ from kvjax.models.yoco_files import YOCO_SETTINGS
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads a GGUF file, a folder of Hugging Face files or a folder of `save_orbax`.
+    """Reads a GGUF file, a folder of Hugging Face's or YOCO's files, or a folder of `save_orbax`.
 
     Raises:
         FileNotFoundError: there is nothing at `path`.
@@ -27,6 +27,6 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     if (path / "config.json").is_file() or (path / YOCO_SETTINGS).is_file():
         return read_safetensors(path)
     raise ValueError(
-        f"path={path} holds no checkpoint kvjax reads: a GGUF file, a folder with config.json and "
-        "*.safetensors, or a folder written by save_orbax"
+        f"path={path} holds no checkpoint kvjax reads: a GGUF file, a folder with config.json or, "
+        f"for YOCO, {YOCO_SETTINGS} and *.safetensors, or a folder written by save_orbax"
     )
