@@ -1,6 +1,8 @@
 """Decoding over a prompt that every step reads from disk is decoding over all pages."""
 
 import dataclasses
+import os
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,3 +53,22 @@ def test_a_layer_is_read_anew(tmp_path):
     np.testing.assert_array_equal(prompt.layer(1)[0], expected)
     (tmp_path / "prompt").write_bytes(bytes(len(pools) * prompt.layer_bytes))
     np.testing.assert_array_equal(prompt.layer(1), np.zeros_like(prompt.layer(1)))
+
+
+def test_a_layer_that_was_read_is_dropped_from_memory(tmp_path, monkeypatch):
+    """The kernel keeps pages that are mapped, so the advice must come after the map is gone."""
+    cache = init(tiny.model().spec, batch=1, num_pages=3, max_pages=2)
+    cache = dataclasses.replace(cache, block_tables=jnp.asarray([[2, 0]], jnp.int32))
+    prompt = MappedPrompt(tmp_path / "prompt", cache, 18)
+    advised = []
+
+    def advise(file, begin, size, advice):
+        assert os.path.samestat(os.fstat(file), prompt.path.stat())
+        assert str(prompt.path) not in pathlib.Path("/proc/self/maps").read_text()
+        advised.append((begin, size, advice))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    for layer in (1, 0):
+        prompt.layer(layer)
+    size = prompt.layer_bytes
+    assert advised == [(begin, size, os.POSIX_FADV_DONTNEED) for begin in (size, 0)]
