@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int32, UInt8
 
 from kvjax.cache import PagedKVCache, Recent, recent_slots
 from kvjax.cache.pages import put_packed
@@ -29,6 +29,7 @@ class PackedPrefix(NamedTuple):
     values: UInt8[np.ndarray, "L N Hkv P W"]
     decoded: Float[np.ndarray, "L N Hkv P D"]  # what those of keys stand for
     exact: dict[str, np.ndarray]  # by name, keys and values [packed layers, S + R, Hkv, D]
+    finite: bool  # whether all that the bytes stand for is
 
 
 class ExactTokens(NamedTuple):
@@ -63,7 +64,7 @@ def packed_prefix(form: StoredForm, cache: PagedKVCache, pages: int) -> PackedPr
         np.asarray(cache.recent_row(jnp.asarray(x, jnp.int32)))
         for x in (slots, form.exact_positions(pages * size))
     )
-    both, decoded, exact = [], [], []
+    both, decoded, exact, finite = [], [], [], True
     for layer, recent in enumerate(cache.recent):
         rings = None
         if recent is not None:
@@ -73,14 +74,16 @@ def packed_prefix(form: StoredForm, cache: PagedKVCache, pages: int) -> PackedPr
         chosen = form.format.layer(form.spec, layer)
         pools = cache.k_pages[layer], cache.v_pages[layer]
         ids = jnp.asarray(apart, jnp.int32)
-        stored, numbers = _layer_pages(form, chosen, pools, rings, cache.block_tables[0], ids)
+        table = cache.block_tables[0]
+        stored, numbers, sound = _layer_pages(form, chosen, pools, rings, table, ids)
         both.append(np.asarray(stored)[:, :pages])
         decoded.append(np.asarray(numbers)[:pages])
+        finite &= bool(sound)
     keys, values = (np.stack(kind) for kind in zip(*both, strict=True))
     group = exact_group(pages * size)
     arrays = zip(("keys", "values"), zip(*exact, strict=True), strict=True)
     named = {f"{group}.{name}": np.stack(array) for name, array in arrays}
-    return PackedPrefix(keys, values, np.stack(decoded), named)
+    return PackedPrefix(keys, values, np.stack(decoded), named, finite)
 
 
 def recent_arrays(recent: Recent) -> tuple[Array, Array]:
@@ -96,8 +99,10 @@ def _layer_pages(
     tokens: tuple[Array, Array] | None,
     table: Int32[Array, " M"],
     apart: Int32[Array, " E"],
-) -> tuple[UInt8[Array, "two M Hkv P W"], Float[Array, "M Hkv P D"]]:
-    """One layer's pages as bytes, and keys as numbers; pages that are not encoded yet are now.
+) -> tuple[UInt8[Array, "two M Hkv P W"], Float[Array, "M Hkv P D"], Bool[Array, ""]]:
+    """One layer's pages as bytes, keys as numbers, and whether all numbers are finite.
+
+    Pages that are not encoded yet are now.
 
     Args:
       form: how they are stored.
@@ -119,7 +124,9 @@ def _layer_pages(
         encoded = packing.encode(rows, apart * form.page_size)
         pages = pool.map_stored(lambda array: array.at[table].get(mode="clip"))
         taken.append(put_packed((pages,), (encoded,), apart)[0])
-    return form.as_bytes(taken[0], taken[1]), form.numbers(taken[0])
+    keys, values = map(form.numbers, taken)
+    finite = jnp.isfinite(keys).all() & jnp.isfinite(values).all()
+    return form.as_bytes(taken[0], taken[1]), keys, finite
 
 
 def exact_tokens(

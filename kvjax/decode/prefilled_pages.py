@@ -27,6 +27,7 @@ class PrefilledPages(NamedTuple):
     seconds: float  # that prefilling took, compilation excluded
     decoded: Float[np.ndarray, "L N Hkv P D"] | None = None  # what bytes of keys stand for
     exact: Mapping[str, np.ndarray] = MappingProxyType({})  # kept too, by name: see `packed_prefix`
+    bytes_finite: bool = True  # whether all that bytes stand for is finite
 
     @property
     def chosen_by(self) -> Float[np.ndarray, "L N Hkv P D"]:
@@ -38,7 +39,7 @@ class PrefilledPages(NamedTuple):
         """Whether no key or value is NaN or infinite; asked a layer at a time, to save memory."""
         arrays = (self.keys, self.values, *self.exact.values())
         both = (layer for pages in arrays for layer in pages if pages.dtype != np.uint8)
-        return all(bool(np.isfinite(layer).all()) for layer in both)
+        return self.bytes_finite and all(bool(np.isfinite(layer).all()) for layer in both)
 
 
 def prefilled_pages(
@@ -85,7 +86,9 @@ def prefilled_pages(
     else:
         form = StoredForm(shapes.format, spec, cache.page_size, split)
         packed = packed_prefix(form, stored, count)
-        pages = PrefilledPages(packed.keys, packed.values, seconds, packed.decoded, packed.exact)
+        pages = PrefilledPages(
+            packed.keys, packed.values, seconds, packed.decoded, packed.exact, packed.finite
+        )
     if not pages.finite:
         raise KvjaxError(
             f"keys or values of {model.name} are not finite in {spec.dtype} and cannot be stored: "

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -182,6 +183,23 @@ def test_what_takes_numbers_is_refused(model, ids, tmp_path, changes, match):
 def test_what_a_format_cannot_pack_is_refused_before_prefill(model, ids, tmp_path):
     with pytest.raises(KvjaxError, match="page_size is 16: groups of 32 tokens"):
         PrefixCache(tmp_path).add(model, ids, cache=CacheConfig(page_size=PAGE, format="kivi2"))
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_what_a_layer_keeps_as_it_is_must_be_finite(model, ids, tmp_path, part):
+    """The last layer's numbers, which nothing that is packed depends on."""
+
+    def grown(path, weight):
+        own = f"['layers'][1]['attention']['{part}']['weight']"
+        return weight * 1e6 if jax.tree_util.keystr(path) == own else weight
+
+    params = jax.tree_util.tree_map_with_path(grown, model.params)
+    plain_last = dataclasses.replace(int8(), skip_layers=(-1,))
+    cache = CacheConfig(page_size=PAGE, dtype="float16", format=plain_last)
+    prefixes = PrefixCache(tmp_path, config=LOAD)
+    with pytest.raises(KvjaxError, match="are not finite in float16"):
+        prefixes.add(dataclasses.replace(model, params=params), ids[:DOCUMENT], cache=cache)
+    assert not prefixes.store.segments()
 
 
 CASES = {
