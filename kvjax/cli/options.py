@@ -130,7 +130,7 @@ def _format(name: str | None, calibration: Path | None) -> Format | str | None:
     return load_calibrated(calibration, name)
 
 
-def format_words(cache: CacheConfig) -> str:
+def format_flags(cache: CacheConfig) -> str:
     """The options that say a cache's format again.
 
     Args:

@@ -104,6 +104,6 @@ def add(
     usual = {"--store": None, "--model": MODEL, "--dtype": "auto", "--page-size": 16}
     said = [f"{name} {value}" for name, value in asking.items() if value != usual[name]]
     said += [f"--cache-dtype {cache.dtype}"] * (cache.dtype is not None)
-    said += [options.format_words(cache)] * (cache.format is not None)
+    said += [options.format_flags(cache)] * (cache.format is not None)
     said += [f"--cache-dir {cache_dir}"] * (cache_dir is not None) + ["--chat"] * chat
     note(f"ask with: kvjax generate --prefix {' '.join([info.key[:12], *said])} 'QUESTION'")

@@ -1,10 +1,10 @@
 """What the entry points have in common."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 from kvjax.config import CacheConfig
 from kvjax.decode.identity import fingerprint
+from kvjax.decode.kept_numbers import kept_in
 from kvjax.decode.results import FinishReason
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import BROKEN, FULL, STOPPED
@@ -73,11 +73,8 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
 
 
 def kept_as(model: Model, cache: CacheConfig) -> str:
-    """What numbers a call keeps pages in: their dtype, and the format where there is one."""
-    dtype, page_format = cache_spec(model, cache).dtype, cache.page_format
-    if page_format is None:
-        return dtype
-    return f"{dtype}, {hashlib.sha256(repr(page_format).encode()).hexdigest()}"
+    """What numbers a call over tiers keeps pages in: see `kept_in`."""
+    return kept_in(cache_spec(model, cache).dtype, cache.page_format, prefilled_exactly=True)
 
 
 def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:

@@ -30,8 +30,8 @@ class PrefilledPages(NamedTuple):
     bytes_finite: bool = True  # whether all that bytes stand for is finite
 
     @property
-    def chosen_by(self) -> Float[np.ndarray, "L N Hkv P D"]:
-        """Keys as numbers, for what stands in for them when pages are chosen."""
+    def chosen_by(self) -> Shaped[np.ndarray, "L N Hkv P D"]:
+        """Keys as numbers, for what stands in for them when pages are chosen; bytes over tiers."""
         return self.keys if self.decoded is None else self.decoded
 
     @property

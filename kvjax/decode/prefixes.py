@@ -13,6 +13,7 @@ from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.calls import Progress, cache_spec, kept_as
 from kvjax.decode.identity import fingerprint, identity, numbers_of
+from kvjax.decode.kept_numbers import dtype_of, format_words, kept_in, was_prefilled_exactly
 from kvjax.decode.memory import Memory, Reading
 from kvjax.decode.meter import Meter
 from kvjax.decode.open_prefixes import (
@@ -30,7 +31,6 @@ from kvjax.decode.reordering import TokenUses, find_reordered
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes
 from kvjax.decode.step import DecodeState
-from kvjax.decode.stored_form import format_words, stored_as
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
 from kvjax.storage.errors import (
@@ -160,7 +160,7 @@ class PrefixCache:
         return self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
 
     def _numbers(self, model: Model, cache: CacheConfig) -> str:
-        return stored_as(cache_spec(model, cache).dtype, cache.page_format)
+        return kept_in(cache_spec(model, cache).dtype, cache.page_format)
 
     def longest(self, model: Model, ids: list[int], cache: CacheConfig) -> Match | None:
         """The stored prompt over tiers that shares the most full pages with a prompt, open.
@@ -210,7 +210,7 @@ class PrefixCache:
           arrays: small arrays that are kept too, by name.
           after: an open stored prefix whose first pages are the prompt's: they are not written
             again, and `pages` are those that follow.
-          numbers: what pages are kept in, as `kept_as` or `stored_as` says; None is their dtype.
+          numbers: what pages are kept in, as `kept_in` says; None is their dtype.
 
         Raises:
           StoreError: the store cannot be written; nothing was published.
@@ -509,13 +509,19 @@ def _check_serves(info: SegmentInfo, model: Model, cache: CacheConfig) -> None:
             f"{info.layout.page_size} tokens; ask with these, or store it again"
         )
     kept = numbers_of(info.identity)
-    dtype, of_format = kept.partition(",")[0], format_words(kept)
+    dtype, of_format = dtype_of(kept), format_words(kept)
+    if was_prefilled_exactly(kept):
+        raise KvjaxError(
+            f"prefix {key} was stored over tiers: its prompt was prefilled exactly and then kept "
+            f"in {of_format}, which serves calls with cache.select and cache.place; to read it as "
+            f"a prefix, add the document with this cache.format"
+        )
     if cache.dtype not in (None, dtype):
         raise KvjaxError(
             f"dtype is {cache.dtype!r}: prefix {key} was stored in {dtype}; ask with this, or "
             f"store it again"
         )
-    asked = stored_as(dtype, cache.page_format)
+    asked = kept_in(dtype, cache.page_format)
     if kept != asked:
         raise KvjaxError(
             f"the call has {format_words(asked)}: prefix {key} was stored in {of_format}; ask with "

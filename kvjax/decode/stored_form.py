@@ -6,7 +6,6 @@ bytes, as many as the largest takes.
 
 import dataclasses
 import functools
-import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from kvjax.cache.pages import set_page
 from kvjax.decode.page_bytes import array_bytes, bytes_array, packed_bytes, page_bytes, pages_of
-from kvjax.formats import NAMED, Format, PagePacking
+from kvjax.formats import Format, PagePacking
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
 from kvjax.spec import KVSpec
 
@@ -173,27 +172,3 @@ def _parts(form: StoredForm, layer: int) -> tuple[tuple[PagePacking | None, int,
         return tuple((None, dim, size * dim * form.spec.bytes_per_element) for dim in dims)
     packings = zip((chosen.keys, chosen.values), dims, strict=True)
     return tuple((p, dim, page_bytes(p, heads, size, dim)) for p, dim in packings)
-
-
-def stored_as(dtype: str, page_format: Format | None) -> str:
-    """What a stored prefix is kept in and was computed with, as its identity says it.
-
-    Pages over tiers are named otherwise (`kept_as`): their prompt was prefilled exactly.
-
-    Args:
-      dtype: of the cache.
-      page_format: of the cache.
-    """
-    if page_format is None:
-        return dtype
-    digest = hashlib.sha256(repr(page_format).encode()).hexdigest()
-    return f"{dtype}, prefilled in format {digest}"
-
-
-def format_words(stored: str) -> str:
-    """What to call the format of a stored prefix, by `stored_as`."""
-    dtype, comma, _ = stored.partition(",")
-    if not comma:
-        return "no format"
-    named = (name for name, known in NAMED.items() if stored_as(dtype, known) == stored)
-    return f"format {next(named, '')!r}".replace("format ''", "a format that has no name")

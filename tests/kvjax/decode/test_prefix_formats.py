@@ -12,12 +12,12 @@ import kvjax
 from kvjax import cache as paged
 from kvjax.config import CacheConfig
 from kvjax.decode import PrefixCache, PrefixConfig
+from kvjax.decode.kept_numbers import format_words, kept_in
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import empty_state, prefill_program
-from kvjax.decode.prefilled_pages import prefilled_pages
+from kvjax.decode.prefilled_pages import PrefilledPages, prefilled_pages
 from kvjax.decode.prefixes import NotLoaded
 from kvjax.decode.shapes import plan
-from kvjax.decode.stored_form import stored_as
 from kvjax.errors import KvjaxError
 from kvjax.formats import Format, KVQuantKeys, KVQuantValues, float8, int4, int8
 from kvjax.formats.constant import Constant
@@ -159,8 +159,23 @@ def test_keys_stored_with_their_values_are_not_read_alone(model, ids, stored):
 
 def test_calibrations_are_told_apart():
     formats = (kvquant(), kvquant(5.0), float8(scale=1.0), float8(scale=2.0), int8(), None)
-    assert len({stored_as("float32", format) for format in formats}) == len(formats)
-    assert stored_as("float32", kvquant()) == stored_as("float32", kvquant())
+    stored = [kept_in("float32", format) for format in formats]
+    stored += [kept_in("float32", format, prefilled_exactly=True) for format in formats[:-1]]
+    assert len(set(stored)) == len(stored)
+    assert kept_in("float32", kvquant()) == stored[0]
+
+
+def test_pages_that_tiers_kept_are_called_by_the_name_of_their_format(model, ids, tmp_path):
+    kept = kept_in("float32", int8(), prefilled_exactly=True)
+    assert format_words(kept) == format_words(kept_in("float32", int8())) == "format 'int8'"
+    calibrated = kept_in("float32", kvquant(), prefilled_exactly=True)
+    assert format_words(calibrated) == "a format that has no name"
+    assert format_words("float32") == "no format"
+    prefixes = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by="all"))
+    codes = np.zeros((2, 1, 2, PAGE, 9), np.uint8)
+    info = prefixes.put(model, ids[:PAGE], PrefilledPages(codes, codes, 1.0), numbers=kept)
+    with pytest.raises(KvjaxError, match=r"was stored over tiers: .* in format 'int8', which"):
+        prefixes.tokens(model, info.key, cache=INT8)
 
 
 @pytest.mark.parametrize(
