@@ -60,7 +60,6 @@ def decode_attend(
     batch = cache.batch
     lengths = jnp.where(active, cache.lengths, 0)
     rows = jnp.where(active, jnp.arange(batch, dtype=jnp.int32), batch)
-    slots = token_slots(cache, rows, cache.lengths)
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, state: PagedKVCache, chosen: Chosen | None
@@ -87,7 +86,7 @@ def decode_attend(
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))
 
-    choice = DecodeChoice(config, lengths, active, slots, implementation)
+    choice = DecodeChoice(config, lengths, active, implementation)
     return PagedAttend(attend, choice)
 
 
@@ -211,7 +210,6 @@ def chunk_attend(
       implementation: of `ragged_paged_attention`, or None.
       stores: whether the chunk's pages are reserved; otherwise nothing is stored.
     """
-    slots = token_slots(cache, sequences, indices)
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
@@ -250,7 +248,7 @@ def chunk_attend(
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
-    choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, slots, implementation)
+    choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, implementation)
     return PagedAttend(attend, choice)
 
 

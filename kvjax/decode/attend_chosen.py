@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import IndexPages, PagedKVCache, kept_index_keys, write_index
+from kvjax.cache import IndexPages, PagedKVCache, kept_index_keys, token_slots, write_index
 from kvjax.decode.attend_latents import attend_chosen_latents
 from kvjax.models import Indexed, Indexer, ModelConfig
 from kvjax.pallas_kernels import (
@@ -26,8 +26,6 @@ from kvjax.pallas_kernels.support import Implementation
 
 SCORED_ROWS = (64, 32, 16)
 """Queries of a chunk whose scores are held at once: each has 4 bytes for every token there is."""
-
-Slots = tuple[Int32[Array, " T"], Int32[Array, " T"]]
 
 
 class Chosen(NamedTuple):
@@ -83,14 +81,12 @@ class DecodeChoice:
       config: the model's.
       lengths: int32 [B], tokens in pages, 0 in rows that are not active.
       active: bool [B].
-      slots: where the new tokens go.
       implementation: of `lightning_scores`, or None.
     """
 
     config: ModelConfig
     lengths: Int32[Array, " B"]
     active: Bool[Array, " B"]
-    slots: Slots
     implementation: Implementation | None
 
     def __call__(
@@ -98,9 +94,10 @@ class DecodeChoice:
     ) -> tuple[Chosen | None, PagedKVCache]:
         """Choose, then store the index keys; None where all tokens are attended to."""
         new = kept_index_keys(cache, layer, indexed.key)
-        page, offset = self.slots
+        rows = jnp.where(self.active, jnp.arange(cache.batch, dtype=jnp.int32), cache.batch)
+        page, offset = token_slots(cache, rows, self.lengths, layer)
         if not chooses(self.config, cache, layer):
-            return None, write_index(cache, layer, new, self.slots)
+            return None, write_index(cache, layer, new, (page, offset))
         indexer, keys, scales = _operands(self.config, cache, layer)
         scores = lightning_scores(
             indexed.q,
@@ -138,7 +135,6 @@ class ChunkChoice:
       indices: int32 [T], where among its sequence's stored tokens each goes.
       kv_lengths: int32 [B], tokens of each sequence, the chunk's included.
       cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
-      slots: where the new tokens go.
       implementation: of `ragged_lightning_scores`, or None.
     """
 
@@ -147,7 +143,6 @@ class ChunkChoice:
     indices: Int32[Array, " T"]
     kv_lengths: Int32[Array, " B"]
     cu_lengths: Int32[Array, " B1"]
-    slots: Slots
     implementation: Implementation | None
 
     def __call__(
@@ -155,7 +150,8 @@ class ChunkChoice:
     ) -> tuple[Chosen | None, PagedKVCache]:
         """Store the index keys, then choose; None where all tokens are attended to."""
         new = kept_index_keys(cache, layer, indexed.key)
-        cache = write_index(cache, layer, new, self.slots)
+        slots = token_slots(cache, self.sequences, self.indices, layer)
+        cache = write_index(cache, layer, new, slots)
         if not chooses(self.config, cache, layer):
             return None, cache
         indexer, keys, scales = _operands(self.config, cache, layer)
