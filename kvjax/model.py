@@ -56,11 +56,13 @@ def kv_spec(
     return KVSpec(tuple(layers), dtype, index_dtype)
 
 
-def check_own_keys(model: Model) -> None:
+def check_own_keys(model: Model, what: str, instead: str) -> None:
     """Refuse a model in which some layers make no keys and values of their own.
 
     Args:
       model: the caller's.
+      what: is of models whose layers all do, as a sentence about it begins.
+      instead: what to do.
 
     Raises:
       KvjaxError: it has a cross-decoder.
@@ -68,9 +70,9 @@ def check_own_keys(model: Model) -> None:
     first = model.config.cross_from
     if first is not None:
         raise KvjaxError(
-            f"{model.name} has a cross-decoder, whose layers ({first} to "
-            f"{len(model.config.layers) - 1}) read keys and values that one of them makes: this is "
-            f"for models whose layers make their own"
+            f"model is {model.name!r}, whose layers {first} to {len(model.config.layers) - 1} are "
+            f"a cross-decoder and read keys and values that one of them makes: {what} a model "
+            f"whose layers all make their own; {instead}"
         )
 
 

@@ -175,7 +175,7 @@ def check_convertible(model: Model) -> None:
         no keys.
     """
     config = model.config
-    check_own_keys(model)
+    check_own_keys(model, "latents are made for", "convert a Llama, Mistral or Qwen2 model")
     for index, layer in enumerate(config.layers):
         if layer.latent is not None:
             raise KvjaxError(

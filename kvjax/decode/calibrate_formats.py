@@ -57,7 +57,7 @@ def calibrate_formats(
       KvjaxError: a text is shorter than three pages, memory has no room for the samples, or the
         model makes its keys from latents, or has layers that make none.
     """
-    check_own_keys(model)
+    check_own_keys(model, "formats are calibrated for", "run it without a format")
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
             f"{model.name} makes keys from latents and rotates only a part of each: levels are "

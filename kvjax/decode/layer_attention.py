@@ -69,10 +69,10 @@ def read_attention(
     Raises:
       KvjaxError: see `distill_indexer`.
     """
+    check_own_keys(model, "an indexer is learned for", "run it without select")
     most = check_integer("tokens", tokens, LEAST_TOKENS)
     rows = texts_as_ids(model, texts, most)
     layers = model.config.layers
-    check_own_keys(model)
     if any(layer.latent is not None for layer in layers):
         raise KvjaxError(
             f"{model.name} makes keys from latents and rotates only a part of each: an indexer of "

@@ -103,7 +103,7 @@ def check_layers(model: Model) -> None:
     Raises:
       KvjaxError: they do.
     """
-    check_own_keys(model)
+    check_own_keys(model, "prefixes are stored for", "leave out prefixes")
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
             f"{model.name} keeps latents: prefixes are stored and chosen from as keys and values; "

@@ -329,9 +329,9 @@ class PrefixCache:
           KvjaxError: the model has layers whose pages cannot be chosen from, the stored prefix has
             no such sketch, or a read failed and `on_read_failure` is "fail".
         """
+        check_layers(model)
         if self.config.load_policy == "recompute":
             return NotLoaded("load_policy is 'recompute'")
-        check_layers(model)
         began = meter.seconds
         name = identity(model, self._numbers(model, cache), self._tenant)
         whole = shapes.format is not None

@@ -13,6 +13,7 @@ from kvjax.decode import inputs
 from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
+from kvjax.decode.prefilled_pages import check_layers
 from kvjax.decode.prefix_config import check_format
 from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
 from kvjax.decode.results import FinishReason, StreamEvent
@@ -83,6 +84,8 @@ def stream(
     if prefixes is not None:
         check_format(prefixes.config, cache)
     ids = inputs.token_ids(model, prompt)
+    if prefixes is not None:
+        check_layers(model)
     stops = inputs.stop_ids(model, stop_tokens, stop_at_eos)
     report = progress or (lambda phase, share: None)
     if cache.select is not None:

@@ -14,7 +14,7 @@ import safetensors.numpy
 from flax import nnx
 
 import kvjax
-from kvjax import CacheConfig, KvjaxError, PrefixCache, Select
+from kvjax import CacheConfig, KvjaxError, PrefixCache, PrefixConfig, Select
 from kvjax.cache import fork, init, pool_bytes
 from kvjax.convert.mla import check_convertible
 from kvjax.decode import Sampling, calibrate_formats, distill_indexer, inputs
@@ -207,19 +207,25 @@ def test_most_tokens_of_a_prompt_leave_after_the_self_decoder():
 
 def test_what_needs_keys_of_every_layer_is_refused(model, tmp_path):
     ids = prompt(40)
-    says = "tiny-yoco.* has a cross-decoder, whose layers"
     for given in ({"select": Select("50%")}, {"format": "int8"}):
         (name,) = given
-        with pytest.raises(KvjaxError, match=f"{name} is given and {says} share the pages of one"):
+        says = f"{name} is given and tiny-yoco.* has a cross-decoder, whose layers share the pages"
+        with pytest.raises(KvjaxError, match=says):
             kvjax.generate(model, ids, cache=CacheConfig(page_size=PAGE, **given))
-    for refused in (
-        lambda: PrefixCache(tmp_path).add(model, ids, cache=CacheConfig(page_size=PAGE)),
-        lambda: calibrate_formats(model, ids),
-        lambda: distill_indexer(model, ids),
-        lambda: check_convertible(model),
+    says = r"model is 'tiny-yoco.*', whose layers 2 to 3 are a cross-decoder .* that one .* makes: "
+    for refused, of, todo in (
+        (lambda: calibrate_formats(model, []), "formats are calibrated for", "without a format"),
+        (lambda: distill_indexer(model, []), "an indexer is learned for", "without select"),
+        (lambda: check_convertible(model), "latents are made for", "convert a Llama"),
     ):
-        with pytest.raises(KvjaxError, match=rf"{says} \(2 to 3\) read keys and values"):
+        with pytest.raises(KvjaxError, match=f"{says}{of} a model .* own; .*{todo}"):
             refused()
+    for policy in ("auto", "load", "recompute"):
+        prefixes = PrefixCache(tmp_path, config=PrefixConfig(load_policy=policy))
+        for run in (prefixes.add, functools.partial(kvjax.stream, prefixes=prefixes)):
+            match = f"{says}prefixes are stored for a model .* own; leave out prefixes"
+            with pytest.raises(KvjaxError, match=match):
+                run(model, ids, cache=CacheConfig(page_size=PAGE))
 
 
 @pytest.mark.slow
