@@ -9,7 +9,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.pages import copy_pages, copy_rings
-from kvjax.cache.state import COUNTS, SEQUENCES, Integers, PagedKVCache, Reservation, as_int32
+from kvjax.cache.state import (
+    COUNTS,
+    RING,
+    SEQUENCES,
+    Integers,
+    PagedKVCache,
+    Reservation,
+    as_int32,
+)
 from kvjax.errors import KvjaxError, check_integer
 
 
@@ -21,7 +29,7 @@ def reserve(
     The free pages of lowest id go to the sequences in order. If the pool cannot serve all, a block
     table is too narrow or a count out of range, nothing changes and the reservation says so; that
     never raises inside a program (see `Reservation.check`). Reserving again what is reserved takes
-    nothing.
+    nothing. Where layers keep rings, a count above `PagedKVCache.most_at_once` is out of range.
 
     Args:
       cache: the cache.
@@ -33,11 +41,19 @@ def reserve(
       The cache with the new pages in its block tables, and the reservation.
 
     Raises:
-      KvjaxError: `max_count` is below 1, or `counts` are no integers.
+      KvjaxError: `max_count` is below 1 or more than rings have room for, or `counts` are no
+        integers.
     """
     counts = as_int32("counts", counts)
+    most_at_once = cache.most_at_once
     if max_count is not None:
         check_integer("max_count", max_count, 1, ", or None")
+        if most_at_once is not None and max_count > most_at_once:
+            raise KvjaxError(
+                f"max_count is {max_count}: must be 1 to {most_at_once} where layers with a window "
+                f"keep rings, or the windows of a chunk's first tokens would be overwritten; "
+                f"append fewer at once, or make the cache with window_chunk={max_count}"
+            )
     size, width = cache.page_size, cache.max_pages
     held = cache.pages_held
     wanted = (cache.lengths + counts + (size - 1)) // size
@@ -49,7 +65,8 @@ def reserve(
     sensible = jnp.all(counts >= 0)
     if max_count is not None:
         sensible &= jnp.all(counts <= max_count)
-    ok = sensible & (needed <= free) & (longest <= width)
+    fits = jnp.bool_(True) if most_at_once is None else jnp.all(counts <= most_at_once)
+    ok = sensible & fits & (needed <= free) & (longest <= width)
 
     # The k-th new page of sequence b is the free page of rank (pages of earlier sequences) + k.
     most = width if max_count is None else min(width, -(-max_count // size) + 1)
@@ -65,7 +82,7 @@ def reserve(
         block_tables=cache.block_tables.at[row, column].set(pages, mode="drop"),
         page_refs=cache.page_refs.at[pages].add(1, mode="drop"),
     )
-    wrong = jnp.where(sensible, 0, COUNTS).astype(jnp.int32)
+    wrong = jnp.where(sensible, jnp.where(fits, 0, RING), COUNTS).astype(jnp.int32)
     return updated, Reservation(ok=ok, needed=needed, free=free, longest=longest, wrong=wrong)
 
 

@@ -15,14 +15,18 @@ from kvjax.pallas_kernels.packed_pages import KeyPool, ValuePool
 from kvjax.pallas_kernels.validate import FLOATS, MAX_INT32
 from kvjax.spec import INDEX_FLOAT4, KVSpec, LayerSpec
 
-COUNTS, STARTS, SEQUENCES = 1, 2, 3
-"""What was asked wrongly: tokens to reserve, starts in a chunk, sequences to fork; 0 is nothing."""
+COUNTS, STARTS, SEQUENCES, RING = 1, 2, 3, 4
+"""What was asked wrongly: tokens to reserve, starts in a chunk, sequences to fork, more tokens at
+once than rings have room for; 0 is nothing."""
 
 _WRONG = {
     COUNTS: "counts must be 0 to max_count tokens a sequence: give reserve the largest count as "
     "max_count, or None",
     STARTS: "cu_lengths must start at 0, never fall, and end within the keys' tokens",
     SEQUENCES: "fork needs two different sequences, each from 0 to {last}, as source and target",
+    RING: "counts must be 0 to {most} tokens a sequence where layers with a window keep rings, or "
+    "its first tokens' windows would be overwritten: append fewer at once, or make the cache with "
+    "a larger window_chunk",
 }
 
 
@@ -120,6 +124,20 @@ class PagedKVCache:
         pages = self.pools(layer)[0].shape[0]
         return pages // self.batch if pages < self.num_pages else 0
 
+    @property
+    def most_at_once(self) -> int | None:
+        """Most tokens of a sequence that may come at once; None where no layer keeps a ring.
+
+        The last of them must not take the page of what the window of the first one reaches.
+        """
+        rings = ((layer.window, self.ring(index)) for index, layer in enumerate(self.spec.layers))
+        room = [
+            (ring - 1) * self.page_size - window + 2
+            for window, ring in rings
+            if ring and window is not None
+        ]
+        return min(room, default=None)
+
     def tables(self, layer: int) -> Int32[Array, "B M"]:
         """The pages of each sequence in one layer's pools, in order; N where there is none.
 
@@ -196,7 +214,9 @@ class Reservation:
         if bool(self.ok):
             return
         if int(self.wrong):
-            raise KvjaxError(_WRONG[int(self.wrong)].format(last=cache.batch - 1))
+            raise KvjaxError(
+                _WRONG[int(self.wrong)].format(last=cache.batch - 1, most=cache.most_at_once)
+            )
         needed, free, longest = int(self.needed), int(self.free), int(self.longest)
         if longest > cache.max_pages:
             raise KvjaxError(
@@ -231,9 +251,10 @@ def init(
       max_pages: M, pages one sequence can have.
       page_size: P, tokens a page.
       format: how full pages are stored; None stores them in the spec's dtype.
-      window_chunk: most tokens of a sequence that come at once. If it is given, layers with a
-        window keep a ring of pages for each sequence, as many as the window reaches into from any
-        of such tokens, where that is less than N pages; None keeps all pages in all layers.
+      window_chunk: most tokens of a sequence that come at once; `reserve` refuses more than rings
+        have room for. If it is given, layers with a window keep a ring of pages for each sequence,
+        as many as the window reaches into from any of such tokens, where that is less than N
+        pages; None keeps all pages in all layers.
 
     Returns:
       The cache; its pools take `num_pages * spec.bytes_per_page(page_size)` bytes, or as many

@@ -84,6 +84,29 @@ def test_small_pools_have_no_rings():
     assert cache.k_pages[0].shape[0] == 8
 
 
+def test_more_at_once_than_rings_have_room_for_is_refused():
+    """As many as fit are let in, though `window_chunk` was less: a ring is of whole pages."""
+    window, most = LAYERS[0].window, 8
+    for chunk, fits in ((most, True), (most + 1, False)):
+        spans = [(n + chunk - 1) // SIZE - max(n - window + 1, 0) // SIZE for n in range(60)]
+        assert (max(spans) < RING) == fits  # of pages that a chunk reads or writes
+    cache = init(SPEC, num_pages=40, batch=2, max_pages=12, page_size=SIZE, window_chunk=CHUNK)
+    assert cache.most_at_once == most
+    for counts, bound in (([most, 0], None), ([0, most], most)):
+        assert bool(reserve(cache, counts, max_count=bound)[1].ok)
+    says = "must be (0|1) to 8 .* rings, or .* overwritten"
+    with pytest.raises(KvjaxError, match=rf"max_count is 9: {says}; .* window_chunk=9"):
+        jax.eval_shape(lambda cache: reserve(cache, [1, 1], max_count=9), cache)
+    same, reservation = reserve(cache, [2, most + 1])
+    assert not bool(reservation.ok)
+    np.testing.assert_array_equal(same.block_tables, cache.block_tables)
+    with pytest.raises(KvjaxError, match=f"counts {says}"):
+        reservation.check(same)
+    whole = init(SPEC, num_pages=40, batch=2, max_pages=12, page_size=SIZE)
+    assert whole.most_at_once is None
+    assert bool(reserve(whole, [most + 1, 0], max_count=48)[1].ok)
+
+
 def test_what_has_no_rings_or_shared_layers_is_refused():
     sizes = {"num_pages": 40, "batch": 2, "max_pages": 10, "page_size": 8}
     windows = KVSpec(LAYERS[:2], "float32")
