@@ -100,8 +100,6 @@ def _attend_pages(
     implementation: Implementation | None,
 ) -> AttentionOutput:
     """Attend to what stands in pages: all tokens, or those that are encoded."""
-    if keeps_latents(cache, layer):
-        return attend_latents(config, layer, q, cache, lengths, implementation)
     keys, values = cache.pools(layer)
     tables, encoded = cache.tables(layer), lengths
     if isinstance(keys, PackedPages) and isinstance(values, PackedPages):
@@ -117,6 +115,8 @@ def _attend_pages(
                 scale=config.scale(layer),
                 implementation=implementation,
             )
+    if keeps_latents(cache, layer):
+        return attend_latents(config, layer, q, cache, tables, encoded, implementation)
     return paged_attention(
         q,
         keys,
@@ -225,26 +225,28 @@ def chunk_attend(
             state = write(state, layer, k, v, at)
         if chosen is not None:
             return chosen.attended(config, layer, q, state, implementation).out, state
-        if keeps_latents(state, layer):
-            ends = kv_lengths, cu_lengths
-            return attend_ragged_latents(config, layer, q, state, *ends, implementation).out, state
         tables, lengths = state.tables(layer), kv_lengths
         if packed:
             tables, lengths = _after_sinks(state, kv_lengths)
-        result = ragged_paged_attention(
-            q,
-            *state.pools(layer),
-            tables,
-            lengths,
-            cu_lengths,
-            scale=config.scale(layer),
-            window=config.layers[layer].window,
-            soft_cap=config.attn_soft_cap,
-            residual=state.recent_tokens if packed else None,
-            implementation=implementation,
-        )
+        residual = state.recent_tokens if packed else None
+        if keeps_latents(state, layer):
+            ends = tables, lengths, cu_lengths, residual
+            result = attend_ragged_latents(config, layer, q, state, *ends, implementation)
+        else:
+            result = ragged_paged_attention(
+                q,
+                *state.pools(layer),
+                tables,
+                lengths,
+                cu_lengths,
+                scale=config.scale(layer),
+                window=config.layers[layer].window,
+                soft_cap=config.attn_soft_cap,
+                residual=residual,
+                implementation=implementation,
+            )
         if packed:
-            chunk = Chunk(sequences, indices, k, v)
+            chunk = Chunk(sequences, indices, scored_keys(state, layer, k, v), v)
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 

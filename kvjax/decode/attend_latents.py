@@ -76,8 +76,8 @@ def keeps_latents(cache: PagedKVCache, layer: int) -> bool:
 
 
 def scored_keys(
-    cache: PagedKVCache, layer: int, k: Float[Array, "T Hkv D"], v: Float[Array, "T Hkv Dv"]
-) -> Float[Array, "T Hkv Dk"]:
+    cache: PagedKVCache, layer: int, k: Float[Array, "*T Hkv D"], v: Float[Array, "*T Hkv Dv"]
+) -> Float[Array, "*T Hkv Dk"]:
     """What queries score of tokens: their keys; of latents, these and the position keys.
 
     Args:
@@ -94,6 +94,7 @@ def attend_latents(
     layer: int,
     q: Float[Array, "B H D"],
     cache: PagedKVCache,
+    tables: Int32[Array, "B M"],
     lengths: Int32[Array, " B"],
     implementation: Implementation | None,
 ) -> AttentionOutput:
@@ -104,12 +105,13 @@ def attend_latents(
       layer: one that keeps latents.
       q: [B, H, Dc + Dr].
       cache: whose pages to read.
-      lengths: int32 [B], tokens that each query sees.
+      tables: int32 [B, M], which ones.
+      lengths: int32 [B], tokens of these that each query sees.
       implementation: of `latent_attention`, or None.
     """
     return latent_attention(
         *_operands(cache, layer, q),
-        cache.block_tables,
+        tables,
         lengths,
         scale=config.scale(layer),
         implementation=implementation,
@@ -121,8 +123,10 @@ def attend_ragged_latents(
     layer: int,
     q: Float[Array, "T H D"],
     cache: PagedKVCache,
+    tables: Int32[Array, "B M"],
     kv_lengths: Int32[Array, " B"],
     cu_lengths: Int32[Array, " B1"],
+    residual: int | None,
     implementation: Implementation | None,
 ) -> AttentionOutput:
     """Attend a ragged chunk's queries to the latents in pages, which hold the chunk's too.
@@ -132,16 +136,19 @@ def attend_ragged_latents(
       layer: one that keeps latents.
       q: [T, H, Dc + Dr].
       cache: whose pages to read.
+      tables: int32 [B, M], which ones.
       kv_lengths: int32 [B], tokens of each sequence, the chunk's included.
       cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
+      residual: newest tokens that each query does not see here, or None.
       implementation: of `ragged_latent_attention`, or None.
     """
     return ragged_latent_attention(
         *_operands(cache, layer, q),
-        cache.block_tables,
+        tables,
         kv_lengths,
         cu_lengths,
         scale=config.scale(layer),
+        residual=residual,
         implementation=implementation,
     )
 
@@ -174,10 +181,11 @@ def attend_chosen_latents(
 
 def _operands(
     cache: PagedKVCache, layer: int, q: Float[Array, "T H D"]
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array | PackedPages, Array | PackedPages]:
     """Both parts of the queries and both pools, as the kernels take them."""
     ropes, latents = cache.pools(layer)
-    assert not isinstance(ropes, PackedPages)
-    assert not isinstance(latents, PackedPages)
     rank = latents.shape[-1]
-    return q[..., :rank], q[..., rank:], latents[:, 0], ropes[:, 0]
+    parts = q[..., :rank], q[..., rank:]
+    if isinstance(ropes, PackedPages) or isinstance(latents, PackedPages):
+        return *parts, latents, ropes
+    return *parts, latents[:, 0], ropes[:, 0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedKVCache, recent_slots
+from kvjax.decode.attend_latents import scored_keys
 from kvjax.models import ModelConfig
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.residual import encoded_before
@@ -42,7 +43,8 @@ def attend_ring(
     def row(q: Array, keys: Array, values: Array, seen: Array) -> AttentionOutput:
         return _attend(config, layer, q[None], keys, values, seen[None])
 
-    out = jax.vmap(row)(q, recent.keys, recent.values, seen)
+    keys = scored_keys(cache, layer, recent.keys, recent.values)
+    out = jax.vmap(row)(q, keys, recent.values, seen)
     return AttentionOutput(out.out[:, 0], out.lse[:, 0])
 
 
@@ -74,7 +76,8 @@ def attend_chunk(
       stored: the cache with the chunk's tokens of this layer stored.
       layer: one that has a format.
       q: [T, Hq, D].
-      chunk: the chunk's keys and values, as the cache keeps them.
+      chunk: what queries score of the chunk (`scored_keys`), and its values, as the cache keeps
+        them.
     """
     batch, room, sinks = cache.batch, cache.recent_tokens, cache.sink_tokens
     tokens, size = q.shape[0], cache.page_size
@@ -132,7 +135,8 @@ def _rows(cache: PagedKVCache, layer: int, rows: slice, slots: Int32[Array, "B n
     assert recent is not None
     row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
     sequences = jnp.where(slots < 0, cache.batch, row).reshape(-1)
-    flat = (x[:, rows].reshape(-1, *x.shape[2:]) for x in (recent.keys, recent.values))
+    keys, values = (x[:, rows].reshape(-1, *x.shape[2:]) for x in (recent.keys, recent.values))
+    flat = scored_keys(cache, layer, keys, values), values
     return Chunk(sequences, slots.reshape(-1), *flat)
 
 

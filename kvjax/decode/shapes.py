@@ -201,7 +201,7 @@ def check_attention(spec: KVSpec, cache: CacheConfig) -> None:
                 v_head_dim=None if index else value_dim,
                 page_size=cache.page_size // 2 if halved else cache.page_size,
                 dtype="bfloat16" if index and spec.index_dtype else spec.dtype,
-                pools=_packed_pools(spec, cache, number) if "paged" in operation else (),
+                pools=_packed_pools(spec, cache, number) if "attention" in operation else (),
             )
             if reason is not None:
                 raise KvjaxError(
@@ -222,7 +222,6 @@ def _packed_pools(spec: KVSpec, cache: CacheConfig, layer: int) -> tuple[PackedP
     chosen = None if cache.page_format is None else cache.page_format.layer(spec, layer)
     if chosen is None or cache.select is not None:  # over tiers they are unpacked before
         return ()
-    shape = spec.layers[layer]
-    parts = ((chosen.keys, shape.head_dim), (chosen.values, shape.value_dim))
-    heads, size = shape.kv_heads, cache.page_size
-    return tuple(abstract_pages(packing, 2, heads, size, dim) for packing, dim in parts)
+    heads, *dims = spec.layers[layer].pool_dims
+    parts = zip((chosen.keys, chosen.values), dims, strict=True)
+    return tuple(abstract_pages(packing, 2, heads, cache.page_size, dim) for packing, dim in parts)

@@ -54,7 +54,10 @@ class PagePacking(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LayerFormat:
-    """How one layer stores pages: `keys` and `values` say how each is packed."""
+    """How one layer stores pages: `keys` and `values` say how each is packed.
+
+    Of a layer that keeps latents (MLA) these are the rotated position keys and the latents.
+    """
 
     keys: PagePacking
     values: PagePacking
@@ -85,6 +88,8 @@ class Format:
         multiply the codes themselves, and rounds queries and softmax weights to float8 for that
         (`float8_paged_attention`); only of float8_e4m3fn codes whose scale a page's head shares.
       model: fingerprint of the model that the packings were calibrated for; None serves any.
+      latents: what takes the place of `keys` and `values` in layers that keep latents (MLA); None
+        packs position keys as keys, and latents as values.
 
     Raises:
       KvjaxError: a field is not what it must be.
@@ -99,6 +104,7 @@ class Format:
     layers: tuple[tuple[int, LayerFormat], ...] = ()
     products: Literal["float32", "float8"] = "float32"
     model: str | None = None
+    latents: LayerFormat | None = None
 
     def __post_init__(self) -> None:
         if self.products not in ("float32", "float8"):
@@ -118,6 +124,10 @@ class Format:
         wrong = [x for _, x in layers if not isinstance(x, LayerFormat)]
         if wrong:
             raise KvjaxError(f"layers has {wrong[0]!r}: must be a kvjax.formats.LayerFormat")
+        if self.latents is not None and not isinstance(self.latents, LayerFormat):
+            raise KvjaxError(
+                f"latents is {self.latents!r}: must be a kvjax.formats.LayerFormat, or None"
+            )
         object.__setattr__(self, "skip_layers", skipped)
         object.__setattr__(self, "layers", layers)
         for name in ("keys", "values"):
@@ -155,6 +165,8 @@ class Format:
         if index in skipped or (self.skip_windows and layer.window is not None):
             return None
         own = {i % len(spec.layers): chosen for i, chosen in self.layers}
+        if layer.kind == "mla" and self.latents is not None:
+            return own.get(index, self.latents)
         return own.get(index, LayerFormat(self.keys, self.values))
 
     def check(self, spec: KVSpec, page_size: int) -> None:
@@ -166,7 +178,8 @@ class Format:
 
         Raises:
           KvjaxError: a group does not fill pages, a skipped layer is not there, or a layer keeps
-            latents.
+            latents, and products are of float8, keys are packed before their rotary embedding, or
+            the layer chooses tokens by an indexer.
         """
         count = len(spec.layers)
         named = [("skip_layers", i) for i in self.skip_layers]
@@ -190,15 +203,34 @@ class Format:
         for index, shape in enumerate(spec.layers):
             chosen = self.layer(spec, index)
             if chosen is not None:
+                for what, packing, _, dim in _parts(chosen, shape):
+                    packing.check(what, page_size, dim)
                 if shape.kind == "mla":
-                    raise KvjaxError(
-                        f"format packs layer {index}, which keeps latents: formats are of keys and "
-                        f"values; leave out format"
-                    )
-                chosen.keys.check("keys", page_size, shape.head_dim)
-                chosen.values.check("values", page_size, shape.value_dim)
-                if self.products == "float8":
+                    self._check_latents(index, chosen, shape, page_size)
+                elif self.products == "float8":
                     self._check_products(chosen, shape, page_size)
+
+    def _check_latents(
+        self, index: int, chosen: LayerFormat, shape: LayerSpec, page_size: int
+    ) -> None:
+        if shape.top_tokens is not None:
+            raise KvjaxError(
+                f"format packs layer {index}, which chooses tokens by an indexer: what it chooses "
+                f"is read as the model made it; leave out format"
+            )
+        if self.products == "float8":
+            raise KvjaxError(
+                f"products is 'float8' and layer {index} keeps latents, which are scored as well "
+                f"as summed: attention in float8 has keys and values apart; leave products at "
+                f"'float32'"
+            )
+        for what, packing, heads, dim in _parts(chosen, shape):
+            if abstract_pages(packing, 2, heads, page_size, dim).position is not None:
+                raise KvjaxError(
+                    f"format packs {what} of layer {index} before their rotary embedding, and the "
+                    f"layer keeps latents: their {what} are packed as they come; take a "
+                    f"kvjax.formats.Packing"
+                )
 
     def _check_products(self, chosen: LayerFormat, shape: LayerSpec, page_size: int) -> None:
         if shape.window is not None:
@@ -206,9 +238,8 @@ class Format:
                 "products is 'float8' and a layer has a sliding window, which attention in float8 "
                 "has not: leave skip_windows True, or products at 'float32'"
             )
-        parts = (("keys", chosen.keys, shape.head_dim), ("values", chosen.values, shape.value_dim))
-        for what, packing, dim in parts:
-            pages = abstract_pages(packing, 2, shape.kv_heads, page_size, dim)
+        for what, packing, heads, dim in _parts(chosen, shape):
+            pages = abstract_pages(packing, 2, heads, page_size, dim)
             with as_kvjax_error():
                 check_float8_pages(what, pages)
 
@@ -222,6 +253,7 @@ class Format:
         total = 0
         for index, shape in enumerate(spec.layers):
             chosen = self.layer(spec, index)
+            total += spec.index_bytes_per_token(shape) * page_size
             if chosen is None:
                 total += spec.bytes_per_element * shape.elements_per_token * page_size
             else:
@@ -238,11 +270,18 @@ class Format:
         return self.bytes_per_page(spec, page_size) / page_size
 
 
+def _parts(chosen: LayerFormat, shape: LayerSpec) -> tuple[tuple[str, PagePacking, int, int], ...]:
+    """Both of a layer's pools: what one holds, how it is packed, KV heads and elements of a row."""
+    heads, key_dim, value_dim = shape.pool_dims
+    names = ("position keys", "latents") if shape.kind == "mla" else ("keys", "values")
+    return (names[0], chosen.keys, heads, key_dim), (names[1], chosen.values, heads, value_dim)
+
+
 def packed_page_bytes(chosen: LayerFormat, shape: LayerSpec, page_size: int) -> int:
     """Bytes that one more page adds to a layer's pools."""
     total = 0
-    for packing, dim in ((chosen.keys, shape.head_dim), (chosen.values, shape.value_dim)):
-        packed = abstract_pages(packing, 2, shape.kv_heads, page_size, dim)
+    for _, packing, heads, dim in _parts(chosen, shape):
+        packed = abstract_pages(packing, 2, heads, page_size, dim)
         grown = jax.tree.leaves(packed.stored())
         total += sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in grown)
     return total
@@ -308,9 +347,13 @@ def float8(
 
 
 def int8() -> Format:
-    """8-bit integers, symmetric, a scale for each token and head."""
+    """8-bit integers, symmetric, a scale for each token and head; of latents for each channel.
+
+    Channels of latents, and of the position keys beside them, differ so much that a scale a token
+    loses ten times as much (of SmolLM2, made into latents).
+    """
     packing = Packing(bits=8, tokens=1, symmetric=True)
-    return Format(packing, packing)
+    return Format(packing, packing, latents=LayerFormat(by_channel(8), by_channel(8)))
 
 
 def int4(
@@ -318,8 +361,11 @@ def int4(
 ) -> Format:
     """Integers of 2 to 4 bits: keys by channel, over the page's tokens, values by token.
 
+    Latents, which are keys as well as values, are packed as keys are: it loses less, and they may
+    be of any width, which groups of channels would not divide.
+
     Args:
-      bits: of keys.
+      bits: of keys, and of latents.
       value_bits: of values; None takes `bits`.
       group: channels of a value that share a scale.
       sinks: as of `Format`; one token is one page.
@@ -329,10 +375,20 @@ def int4(
         if isinstance(count, bool) or count not in (2, 3, 4):
             raise KvjaxError(f"{name} is {count!r}: must be 2, 3 or 4")
     return Format(
-        Packing(bits=bits, channels=1, scale_dtype="float8_e4m3fn"),
+        by_channel(bits),
         Packing(bits=value_bits, tokens=1, channels=group, scale_dtype="float8_e4m3fn"),
         sinks=sinks,
+        latents=LayerFormat(by_channel(bits), by_channel(bits)),
     )
+
+
+def by_channel(bits: int) -> Packing:
+    """Integers with a scale for each of a head's channels, over the page's tokens.
+
+    Args:
+      bits: 2, 3, 4 or 8; below 8 around the middle of what the channel spans.
+    """
+    return Packing(bits=bits, channels=1, symmetric=bits == 8, scale_dtype="float8_e4m3fn")
 
 
 def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
@@ -357,7 +413,9 @@ NAMED = {
     "fp8-e5m2": float8("float8_e5m2"),
     "fp8-products": float8(products="float8"),
     "int8": int8(),
-    "int8-int4": Format(int8().keys, int4().values, sinks=1),
+    "int8-int4": Format(
+        int8().keys, int4().values, sinks=1, latents=LayerFormat(by_channel(8), by_channel(4))
+    ),
     "int4": int4(),
     "int4-int2": int4(value_bits=2),
     "int3": int4(bits=3),

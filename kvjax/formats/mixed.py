@@ -8,14 +8,17 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvjax.formats.format import NAMED, LayerFormat, PagePacking, packed_page_bytes
-from kvjax.formats.packing import Packing
+from kvjax.formats.format import (
+    NAMED,
+    LayerFormat,
+    PagePacking,
+    by_channel,
+    packed_page_bytes,
+)
 from kvjax.spec import DEFAULT_PAGE_SIZE, LayerSpec
 
 MIXED_BITS = (2, 3, 4, 8)
 """Of codes that are chosen from."""
-
-_KEYS_8 = Packing(bits=8, channels=1, symmetric=True, scale_dtype="float8_e4m3fn")
 
 
 class LayerLosses(NamedTuple):
@@ -27,7 +30,7 @@ class LayerLosses(NamedTuple):
 
 def key_packing(bits: int) -> PagePacking:
     """How keys are packed in so many bits: by channel, whose ranges differ most."""
-    return _KEYS_8 if bits == 8 else NAMED[f"int{bits}"].keys
+    return by_channel(bits)
 
 
 def value_packing(bits: int) -> PagePacking:

@@ -21,6 +21,7 @@ from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.packed_pages import PackedPages
 from kvjax.pallas_kernels.sparse_paged_attention.lists import bounded_lists
 from kvjax.pallas_kernels.support import Implementation, choose
+from kvjax.pallas_kernels.validate import check_at_least
 from kvjax.pallas_kernels.validate_latents import check_latent_lists, check_latents
 
 LatentPool = Float[Array, "N P Dc"] | PackedPages
@@ -101,6 +102,7 @@ def ragged_latent_attention(
     *,
     scale: float,
     page_stats: bool = False,
+    residual: int | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionOutput:
     """Attend a flat batch of prefill chunks and decodes to the latents of their sequences' pages.
@@ -120,6 +122,8 @@ def ragged_latent_attention(
         cu_q_lengths: int32 [B + 1], where each sequence's queries start; 0 first, never falling.
         scale: factor of the scores, as in `latent_attention`.
         page_stats: also return `page_max` and `page_sum`, over the table of each query's sequence.
+        residual: newest tokens that a query does not see here, because they were not encoded when
+            it came, as in `ragged_paged_attention`. None sees all of them.
         implementation: None, "reference", "xla", "tpu" or "gpu", as in `latent_attention`.
 
     Returns:
@@ -140,6 +144,8 @@ def ragged_latent_attention(
         kv_lengths=kv_lengths,
         cu_q_lengths=cu_q_lengths,
     )
+    if residual is not None:
+        check_at_least("residual", residual, latents.shape[-2], ", a page, or None")
     return _attend(
         "ragged_latent_attention",
         implementation,
@@ -149,6 +155,7 @@ def ragged_latent_attention(
         jnp.asarray(cu_q_lengths),
         scale=scale,
         page_stats=page_stats,
+        residual=None if residual is None else int(residual),
     )
 
 
@@ -224,8 +231,7 @@ def _attend(
     implementation: Implementation | None,
     operands: tuple[Array, Array, LatentPool, RopePool],
     *lists: Array | None,
-    scale: float,
-    page_stats: bool,
+    **options: Any,
 ) -> AttentionOutput:
     """Choose an implementation of the function called `name`, and call it."""
     q_latent, q_rope, *pools = operands
@@ -239,8 +245,7 @@ def _attend(
         latents,
         ropes,
         *lists,
-        scale=scale,
-        page_stats=page_stats,
+        **options,
     )
     return result
 

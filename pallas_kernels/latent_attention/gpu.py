@@ -82,6 +82,7 @@ def ragged_latent_attention_gpu(
     *,
     scale: float,
     page_stats: bool,
+    residual: int | None = None,
     interpret: bool = False,
 ) -> AttentionOutput:
     """Attend a ragged batch, each query as a decode of its own: correct, not fast.
@@ -96,6 +97,7 @@ def ragged_latent_attention_gpu(
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.
         scale: factor of the scores.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
         interpret: whether to run the kernel in Pallas' interpreter, on any platform.
 
     Returns:
@@ -108,7 +110,7 @@ def ragged_latent_attention_gpu(
         latents,
         ropes,
         block_tables[rows.sequence],
-        jnp.where(rows.padding, 0, rows.position + 1),
+        rows.seen(residual, latents.shape[2]),
         scale=scale,
         page_stats=page_stats,
         interpret=interpret,

@@ -58,6 +58,7 @@ def ragged_latent_attention_reference(
     *,
     scale: float,
     page_stats: bool,
+    residual: int | None = None,
 ) -> AttentionOutput:
     """Attend a ragged batch, each query as a decode of its own.
 
@@ -71,6 +72,7 @@ def ragged_latent_attention_reference(
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.
         scale: factor of the scores.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
 
     Returns:
         The `AttentionOutput`, T = q_latent.shape[0].
@@ -82,7 +84,7 @@ def ragged_latent_attention_reference(
         latents,
         ropes,
         block_tables[rows.sequence],
-        jnp.where(rows.padding, 0, rows.position + 1),
+        rows.seen(residual, latents.shape[2]),
         scale=scale,
         page_stats=page_stats,
     )

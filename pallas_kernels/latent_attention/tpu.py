@@ -73,6 +73,7 @@ def ragged_latent_attention_tpu(
     *,
     scale: float,
     page_stats: bool,
+    residual: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_latent_attention`.
@@ -87,6 +88,7 @@ def ragged_latent_attention_tpu(
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.
         scale: factor of the scores.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
         interpret: whether, and how, to interpret the kernel instead of compiling it.
 
     Returns:
@@ -105,6 +107,7 @@ def ragged_latent_attention_tpu(
         sink_logits=None,
         soft_cap=None,
         page_stats=page_stats,
+        residual=residual,
         value_q=q_latent,
         interpret=interpret,
     )

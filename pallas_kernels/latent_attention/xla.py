@@ -67,6 +67,7 @@ def ragged_latent_attention_xla(
     *,
     scale: float,
     page_stats: bool,
+    residual: int | None = None,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_latent_attention`.
 
@@ -80,6 +81,7 @@ def ragged_latent_attention_xla(
         cu_q_lengths: int32 [B + 1], where each sequence's queries start.
         scale: factor of the scores.
         page_stats: whether to return page statistics.
+        residual: newest tokens that a query does not see here, or None.
 
     Returns:
         The `AttentionOutput`, T = q_latent.shape[0].
@@ -97,6 +99,7 @@ def ragged_latent_attention_xla(
         sink_logits=None,
         soft_cap=None,
         page_stats=page_stats,
+        residual=residual,
         value_q=q_latent,
     )
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.pallas_kernels.residual import encoded_before
+
 
 class QueryRows(NamedTuple):
     """One entry a row of q.
@@ -20,6 +22,19 @@ class QueryRows(NamedTuple):
     length: Int32[Array, "T"]
     position: Int32[Array, "T"]
     padding: Bool[Array, "T"]
+
+    def seen(self, residual: int | None, page_size: int) -> Int32[Array, "T"]:
+        """How many of its sequence's first slots each query sees; 0 for padding.
+
+        Args:
+            residual: newest tokens that a query does not see, because they were not encoded when it
+                came; None sees all up to its own.
+            page_size: tokens a page.
+        """
+        count = self.position + 1
+        if residual is not None:
+            count = encoded_before(self.position, residual, page_size)
+        return jnp.where(self.padding, 0, count)
 
 
 def query_rows(

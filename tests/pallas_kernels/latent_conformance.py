@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.formats import Packing
 from kvjax.pallas_kernels import (
+    encoded_before,
     latent_attention,
     ragged_latent_attention,
     sparse_latent_attention,
@@ -39,7 +41,9 @@ API = {
 class Case:
     """One shape; "sparse" lists first tokens of pages, "tokens" chosen ones.
 
-    `packed` latents are int8 codes with a scale a token, NaN where the token is poison.
+    `packed` latents are int8 codes with a scale a token, NaN where the token is poison; in int4
+    position keys are packed too, with a scale and a middle a page's channel, NaN where a token of
+    the page is poison. `residual` is of ragged batches only.
     """
 
     form: str = "decode"
@@ -53,7 +57,8 @@ class Case:
     q_dtype: str | None = None
     page_stats: bool = False
     long: bool = False
-    packed: bool = False
+    packed: str | None = None
+    residual: int | None = None
 
     @property
     def name(self):
@@ -74,7 +79,8 @@ class Case:
 CASES = (
     Case(page_size=8, latent=96, rope=32, heads=128, dtype="bfloat16", page_stats=True),
     Case("ragged", page_size=8, heads=16, dtype="bfloat16", long=True),
-    Case("tokens", long=True, packed=True),
+    Case("tokens", long=True, packed="int8"),
+    Case("ragged", heads=4, long=True, packed="int4", residual=16),
 )
 # In XLA alone: kernels refuse some of these, and interpreting them for others shows nothing new.
 XLA_CASES = (
@@ -138,10 +144,21 @@ def build(case, seed=0):
         pools = filled(rng, case, tables, lengths, num_pages)
         starts = np.concatenate([[0], np.cumsum(queries)])
         arrays |= {"block_tables": tables, "kv_lengths": lengths, "cu_q_lengths": starts}
-        sees = [
-            (tables[row], range(length - count + query + 1))
+        places = [
+            (row, int(length - count + query))
             for row, (length, count) in enumerate(zip(lengths, queries, strict=True))
             for query in range(count)
+        ]
+        sees = [
+            (
+                tables[row],
+                range(
+                    place + 1
+                    if case.residual is None
+                    else encoded_before(place, case.residual, size)
+                ),
+            )
+            for row, place in places
         ]
         sees += [(tables[0], range(0))] * 3  # padding
     else:
@@ -162,8 +179,10 @@ def build(case, seed=0):
         "latents": jnp.asarray(latents, case.dtype),
         "ropes": jnp.asarray(ropes, case.dtype),
     }
-    if case.packed:
+    if case.packed == "int8":
         arrays["latents"] = packed_latents(rng, latents)
+    elif case.packed == "int4":
+        arrays |= {"latents": by_channel(latents), "ropes": by_channel(ropes)}
     return arrays, (q_nope, w_uk, w_uv), sees
 
 
@@ -172,6 +191,40 @@ def packed_latents(rng, latents):
     scale = np.where(np.isfinite(latents[..., :1]), rng.uniform(0.02, 0.03), np.nan)
     codes = np.nan_to_num(np.clip(latents / scale, -127, 127)).astype(np.int8)
     return packed(codes[:, None], scale[:, None].astype(np.float32))
+
+
+def by_channel(elements):
+    """Int4 codes of each page's channels, damaged where a page is not finite as a whole."""
+    pages = jnp.asarray(elements, jnp.float32)[:, None]
+    encoded = Packing(bits=4, channels=1, scale_dtype="float8_e4m3fn").encode(pages)
+    dead = ~jnp.isfinite(pages).all(axis=(2, 3), keepdims=True)
+    names = ("scale", "middle", "unit")
+    return encoded.with_stored(
+        {
+            name: jnp.where(dead, jnp.asarray(jnp.nan, x.dtype), x)
+            for name in names
+            if (x := getattr(encoded, name)) is not None
+        }
+    )
+
+
+def unpacked(pages):
+    """float64 [N, P, D]: what packed pages of one head stand for, in NumPy alone."""
+    codes = np.asarray(pages.planes["codes"])[:, 0]
+    count, rows, dim = codes.shape
+    if pages.bits == 4:  # the low halves of bytes are of the first tokens
+        codes = np.concatenate([codes & 15, codes >> 4], axis=1) - 7.5
+        rows *= 2
+    parts = np.zeros((2, count, rows, dim))
+    for part, factor in enumerate((pages.scale, pages.middle)):
+        if factor is None:
+            continue
+        factor = np.asarray(factor).astype(np.float64)[:, 0]
+        if pages.unit is not None:
+            factor = factor * np.asarray(pages.unit).astype(np.float64)[:, 0, :, part : part + 1]
+        factor = np.repeat(factor, rows // factor.shape[1], axis=1)
+        parts[part] = np.repeat(factor, dim // factor.shape[2], axis=2)
+    return codes * parts[0] + parts[1]
 
 
 def listed(rng, case):
@@ -204,13 +257,11 @@ def listed(rng, case):
 def expected(case, arrays, projections, sees):
     """The expanded form in float64, as numpy arrays in the order of `AttentionOutput`."""
     q_nope, w_uk, w_uv = projections
-    pool = arrays["latents"]
-    if case.packed:
-        parts = (np.asarray(part, np.float64) for part in (pool.planes["codes"], pool.scale))
-        pool = np.prod(np.broadcast_arrays(*parts), axis=0)[:, 0]
-    latents, ropes, q_rope = (
-        np.asarray(x, np.float64) for x in (pool, arrays["ropes"], arrays["q_rope"])
+    latents, ropes = (
+        unpacked(pool) if isinstance(pool, PackedPages) else np.asarray(pool, np.float64)
+        for pool in (arrays["latents"], arrays["ropes"])
     )
+    q_rope = np.asarray(arrays["q_rope"], np.float64)
     rows = []
     for row, (pages, slots) in enumerate(sees):
         used = np.minimum(np.maximum(pages, 0), len(latents) - 1)
@@ -242,6 +293,8 @@ def run(implementation, case, arrays, interpret=None):
 @functools.cache
 def compiled(implementation, case, interpret):
     options = {"scale": case.scale, "page_stats": case.page_stats}
+    if case.residual is not None:
+        options["residual"] = case.residual
     if implementation in ("reference", "xla"):
         function = functools.partial(API[case.form], implementation=implementation, **options)
     else:
@@ -257,9 +310,10 @@ def compiled(implementation, case, interpret):
                 lists = page_ids[:, None], page_tokens[:, None]
                 ids, tokens = bounded_lists(*lists, latents.shape[0], case.page_size)
                 arrays |= {"page_ids": ids, "page_tokens": tokens, "chosen": chosen}
-            if not isinstance(latents, PackedPages):
-                latents = latents[:, None]
-            pools = {"latents": latents, "ropes": ropes[:, None]}
+            pools = {
+                name: pool if isinstance(pool, PackedPages) else pool[:, None]
+                for name, pool in (("latents", latents), ("ropes", ropes))
+            }
             return kernel(**pools, **arrays, **options, interpret=interpret)
 
     return quick(function)
@@ -310,7 +364,8 @@ def check_that_damage_stays_alone(implementation, case):
         slot = sees[victim][1][-1]
         page, place = sees[victim][0][slot // size], slot % size
         if isinstance(arrays[name], PackedPages):
-            scale = arrays[name].scale.at[page, 0, place].set(jnp.nan)
+            group = place * arrays[name].scale.shape[2] // size
+            scale = arrays[name].scale.at[page, 0, group].set(jnp.nan)
             arrays[name] = dataclasses.replace(arrays[name], scale=scale)
         else:
             arrays[name] = arrays[name].at[page, place].set(jnp.nan)

@@ -107,7 +107,7 @@ def test_all_tokens_chosen_is_attention():
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
-    "case", [Case(), Case(page_size=24), Case(page_size=12), Case(packed=True)]
+    "case", [Case(), Case(page_size=24), Case(page_size=12), Case(packed="int8")]
 )
 def test_named_tokens_are_attended_to(implementation, case):
     """In parts of a page, single tokens or whole pages: what is read with them does not count."""

@@ -65,6 +65,15 @@ def test_the_folder_is_a_model_like_any_other(made, run, folder):
     assert "keeps latents already (layer 0: 16 elements and 8 rotated)" in again.output
 
 
+@pytest.mark.slow
+def test_the_folder_runs_in_a_format(made, run):
+    words = ["generate", DOCUMENT[:50], "--model", made[1], "-n", 5, "--format", "int4", "--json"]
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    token = 24 / 2 + (2 * 24 + 2 * 4) / 16  # codes of 4 bits; scales, middles and units of a page
+    assert json.loads(result.stdout)["stats"]["bytes_per_token"] == 2 * token
+
+
 REFUSED = [
     (["--rank", 0, "--rope-dim", 8], "--rank is 0: must be an integer of at least 1"),
     (["--rank", 57, "--rope-dim", 8], "--rank is 57: must be at most 56"),
