@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,10 @@ from kvjax.models import random_checkpoint
 from kvjax.pallas_kernels import PackedPages
 from kvjax.policies import Place, Select, Window
 from tests.kvjax.decode.forced import forced_logits
+from tests.kvjax.decode.plain_tiers import PlainTiers
+from tests.kvjax.decode.test_tiered_sliding import made as windowed
 from tests.kvjax.decode.tiny import attention, config, model, no_cache_logits, prompt
+from tests.kvjax.formats import plain_codes
 
 SIZE, PROMPTS, NEW = 8, (41, 7), 12
 
@@ -53,6 +57,7 @@ FORMATS = {
     "int8": int8(),
     "int4, first 9 tokens": dataclasses.replace(int4(), sinks=9),
     "int4, all tokens": dataclasses.replace(int4(), sinks=64),
+    "kvquant": plain_codes.kvquant(),
 }
 
 
@@ -100,6 +105,77 @@ def test_where_a_page_is_does_not_matter(format):
     for times in (0, 1):
         for x, y in zip(run(over_tiers(format, times))[1], near, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+class PackedTiers(PlainTiers):
+    """The same where pages that are full are read as what a format's codes stand for.
+
+    That is so for tokens after the prompt, but for the first pages if the format leaves these;
+    pages are chosen by what the model made.
+    """
+
+    def __init__(self, of, ids, format, **options):
+        self._format = format
+        super().__init__(of, ids, **options)
+
+    def _attend(self, layer, q, k, v, cache):
+        if self._of.config.layers[layer].window is not None:
+            return super()._attend(layer, q, k, v, cache)
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        chosen = self._format.layer(self._of.spec, layer)
+        codes = plain_codes.of_tokens(chosen, k, v, self._size, 0)
+        out, group = np.zeros((*q.shape[:2], v.shape[2])), q.shape[1] // k.shape[1]
+        for t, head in itertools.product(range(len(q)), range(k.shape[1])):
+            rows, full = slice(head * group, (head + 1) * group), t // self._size
+            scale, position = self._of.config.scale(layer), np.arange(t + 1)
+            seen = is_code = np.zeros(t + 1, bool)
+            if t < self._prompt:
+                seen = ~seen
+            else:
+                _, pages = self._choose(scale * q[t, rows] @ k[: t + 1, head].T, full)
+                seen = np.isin(position // self._size, [*pages, full])
+                is_code = (position >= self._format.sink_tokens(self._size)) & (
+                    position < full * self._size
+                )
+            keys, values = (
+                np.where(is_code[:, None], kept[: t + 1, head], made[: t + 1, head])
+                for kept, made in zip(codes, (k, v), strict=True)
+            )
+            scores = np.where(seen, scale * q[t, rows] @ keys.T, -np.inf)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[t, rows] = weights / weights.sum(1, keepdims=True) @ values
+        return jnp.asarray(out, jnp.float32), cache
+
+
+HALF = [
+    ("int4, first 9 tokens", "one layer", 0),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("int4, first 9 tokens", "one layer", 2),
+            ("int4, first 9 tokens", "windows", 1),
+            ("kvquant", "one layer", 0),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "name", "times"), HALF)
+def test_half_the_pages_equal_what_their_codes_say_in_numpy(format, name, times):
+    """Chosen by exact keys and read as codes, but for the first pages and the open one."""
+    of, chosen = made() if name == "one layer" else windowed(), FORMATS[format]
+    lengths, new = (85, 30), 20
+    ids = [prompt(n + new, row) for row, n in enumerate(lengths)]
+    heads = [row[:n] for row, n in zip(ids, lengths, strict=True)]
+    tails = [row[n:] for row, n in zip(ids, lengths, strict=True)]
+    got, stats, _ = forced_logits(of, heads, tails, over_tiers(format, times))
+    half = {"size": SIZE, "count": 7}, {"size": SIZE, "count": 4}  # of 14 pages and of 7
+    for row, n in enumerate(lengths):
+        codes = PackedTiers(of, ids[row], chosen, prompt=n, **half[row]).logits
+        np.testing.assert_allclose(got[row], codes, atol=1e-4, rtol=1e-4)
+        exact = PlainTiers(of, ids[row], prompt=n, **half[row]).logits
+        assert np.abs(codes - exact)[1:].max() > 1e-2
+    assert stats.misses > 0
 
 
 def test_fewer_bytes_are_fetched_and_kept():
