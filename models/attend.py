@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from kvjax.models.attend_chosen import CausalAttend
 from kvjax.models.attention import Attend
+from kvjax.models.choosing_attend import CausalAttend
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import soft_cap
 

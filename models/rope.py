@@ -81,6 +81,16 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def unrotated(
+    heads: Float[Array, "T H D"], layer: LayerConfig, positions: Int32[Array, " T"]
+) -> Float[Array, "T H D"]:
+    """Heads as they were before `rotate` by a layer's `rotations` at these positions."""
+    cosines, sines = rotations(layer, positions)
+    _, sharpen = frequencies(layer)
+    # Turned by the opposite angle; what sharpens comes out squared.
+    return rotate(heads, cosines, -sines) / (sharpen * sharpen)
+
+
 def halves(heads: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
     """Interleaved pairs (2i, 2i + 1) as `rotate` takes them, (i, i + D/2)."""
     return jnp.concatenate([heads[..., 0::2], heads[..., 1::2]], axis=-1)

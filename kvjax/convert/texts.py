@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from kvjax.decode import inputs
-from kvjax.decode.texts import texts_as_ids
+from kvjax.decode.text_ids import texts_as_ids
 from kvjax.errors import KvjaxError, as_kvjax_error, check_integer
 from kvjax.model import Model
 from kvjax.models import check_tokens

@@ -13,7 +13,7 @@ from kvjax.decode.captured import Captured, captured, first_keys
 from kvjax.decode.format_losses import layer_losses
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
-from kvjax.decode.texts import texts_as_ids
+from kvjax.decode.text_ids import texts_as_ids
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.formats.calibration import FormatCalibration
 from kvjax.formats.statistics import layer_calibration

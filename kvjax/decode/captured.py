@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from kvjax.models import Decoder, causal_attend
-from kvjax.models.rope import rotate, rotations
+from kvjax.models.rope import rotate, rotations, unrotated
 
 LOGIT_ROWS = 32
 """Rows whose logits are held at once, in the backward pass too."""
@@ -64,11 +64,9 @@ def captured(graphdef: Any, params: Any, tokens: Int32[Array, " T"]) -> tuple[Ca
     slopes, seen = jax.grad(loss, has_aux=True)(still)
     result = []
     for layer, (k, v), (slope_k, slope_v) in zip(layers, seen, slopes, strict=True):
-        # A rotation by the opposite angle undoes one; what sharpens comes out squared.
         cosines, sines = rotations(layer, positions)
-        sharpen = cosines[0, 0]  # the cosine of position 0
-        keys = rotate(k, cosines, -sines) / (sharpen * sharpen)
-        slope_k = rotate(slope_k, cosines, -sines)
+        slope_k = rotate(slope_k, cosines, -sines)  # by what the rotation is of
+        keys = unrotated(k, layer, positions)
         result.append(Captured(keys, v, slope_k * slope_k, slope_v * slope_v))
     return tuple(result)
 
@@ -90,8 +88,8 @@ def first_keys(
     def attend(
         layer: int, q: Array, k: Array, v: Array, seen: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
-        sharpen = rotations(decoder.config.layers[layer], nowhere)[0][0, 0]
-        return plain(layer, q, k, v, None)[0], (*seen, k / sharpen)
+        keys = unrotated(k, decoder.config.layers[layer], nowhere)
+        return plain(layer, q, k, v, None)[0], (*seen, keys)
 
     nothing: tuple[Array, ...] = ()
     return decoder(tokens, nowhere, attend, nothing)[1]

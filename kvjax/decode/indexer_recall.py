@@ -24,7 +24,7 @@ from kvjax.decode.layer_attention import (
     rotated_queries,
 )
 from kvjax.decode.program import compiled
-from kvjax.decode.texts import texts_as_ids
+from kvjax.decode.text_ids import texts_as_ids
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
 from kvjax.policies import Hierarchical, LowBitKeys, MeanKeys, PageIndex, PerPage, QuestBounds

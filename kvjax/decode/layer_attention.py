@@ -12,12 +12,12 @@ from jaxtyping import Array, Float32, Int32
 
 from kvjax.decode import inputs
 from kvjax.decode.program import compiled
-from kvjax.decode.texts import texts_as_ids
+from kvjax.decode.text_ids import texts_as_ids
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model, check_own_keys
 from kvjax.models import Decoder, causal_attend
 from kvjax.models.linear import soft_cap
-from kvjax.models.rope import frequencies, rotate, rotations
+from kvjax.models.rope import frequencies, unrotated
 from kvjax.policies.lightning_indexer import turned
 from kvjax.spec import DEFAULT_PAGE_SIZE
 
@@ -149,10 +149,9 @@ def _attended(
     def attend(
         layer: int, q: Array, k: Array, v: Array, seen: tuple[tuple[Array, Array], ...]
     ) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
-        cosines, sines = rotations(decoder.config.layers[layer], positions)
-        sharpen = cosines[0, 0]  # the cosine of position 0
-        back = tuple(rotate(x, cosines, -sines) / (sharpen * sharpen) for x in (q, k))
-        return plain(layer, q, k, v, None)[0], (*seen, (back[0], back[1]))
+        of = decoder.config.layers[layer]
+        back = unrotated(q, of, positions), unrotated(k, of, positions)
+        return plain(layer, q, k, v, None)[0], (*seen, back)
 
     nothing: tuple[tuple[Array, Array], ...] = ()
     return decoder(tokens, positions, attend, nothing)[1]

@@ -1,6 +1,6 @@
 """What is kept, read and placed: page sketches, rules that choose pages by them, and windows."""
 
-from kvjax.policies.by_token import TokenChoice, chunk_pages, heavy_hitters, impress
+from kvjax.policies.by_token import TokensInChunks, chunk_pages, heavy_hitters, impress
 from kvjax.policies.clusters import Clustering
 from kvjax.policies.hierarchical import Hierarchical
 from kvjax.policies.index import EstimatingIndex, PageIndex, PerPage
@@ -37,7 +37,7 @@ __all__ = [
     "RetroInfer",
     "Select",
     "Sketch",
-    "TokenChoice",
+    "TokensInChunks",
     "TrafficProfile",
     "Window",
     "WindowPlan",

@@ -12,7 +12,7 @@ from kvjax.errors import KvjaxError
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TokenChoice:
+class TokensInChunks:
     """Tokens that are used, and chunks that must be read for them.
 
     Read amplification is (chunks x tokens a chunk) / tokens.
@@ -24,7 +24,7 @@ class TokenChoice:
 
 def heavy_hitters(
     mass: Float32[Array, "H T"], tokens: Int32[Array, ""], *, count: int, chunk: int = 64
-) -> TokenChoice:
+) -> TokensInChunks:
     """The tokens of greatest column sum of attention (H2O, arXiv:2306.14048, section 4).
 
     Args:
@@ -46,7 +46,7 @@ def heavy_hitters(
     num_chunks = -(-total // chunk)
     held = jnp.zeros((num_chunks,), bool).at[chosen // chunk].set(chosen < total, mode="drop")
     chunks = jnp.where(held, jnp.arange(num_chunks, dtype=jnp.int32), num_chunks)
-    return TokenChoice(tokens=chosen, chunks=jnp.sort(chunks)[: min(count, num_chunks)])
+    return TokensInChunks(tokens=chosen, chunks=jnp.sort(chunks)[: min(count, num_chunks)])
 
 
 def impress(
@@ -56,7 +56,7 @@ def impress(
     count: int,
     chunk: int = 64,
     alpha: float = 0.6,
-) -> tuple[TokenChoice, Bool[Array, ""]]:
+) -> tuple[TokensInChunks, Bool[Array, ""]]:
     """IMPRESS's important tokens, found by a few probe heads (FAST'25, pp. 187-201).
 
     Each probe head has its own `count` tokens of greatest mass. The heads are similar if the mean

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.models.config import LayerConfig, RopeScaling
-from kvjax.models.rope import frequencies, rotate, rotations
+from kvjax.models.rope import frequencies, rotate, rotations, unrotated
 
 LAYER = LayerConfig(num_heads=1, num_kv_heads=1, head_dim=64, rope_theta=10_000.0)
 PLAIN = 10_000.0 ** (-np.arange(32) / 32)
@@ -60,3 +60,13 @@ def test_scores_depend_on_distance_only():
 def test_position_zero_turns_nothing():
     x = jnp.ones((1, 2, 64))
     np.testing.assert_array_equal(rotate(x, *rotations(LAYER, jnp.zeros(1, jnp.int32))), x)
+
+
+def test_unrotated_undoes_what_sharpens_too():
+    yarn = RopeScaling("yarn", factor=8.0, original_context=2048)
+    layer = dataclasses.replace(LAYER, rope_scaling=yarn)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 64)), jnp.float32)
+    positions = jnp.asarray([0, 5, 900], jnp.int32)
+    turned = rotate(x, *rotations(layer, positions))
+    assert np.abs(turned - x).max() > 1
+    np.testing.assert_allclose(unrotated(turned, layer, positions), x, atol=1e-5)
