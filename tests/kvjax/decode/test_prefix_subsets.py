@@ -160,9 +160,8 @@ def hidden_states(of, prefixes, cache, ids):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "case", [next(iter(CASES)), *(pytest.param(x, marks=pytest.mark.slow) for x in [*CASES][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_what_is_chosen_is_read_as_codes_and_the_rest_not_at_all(tmp_path, monkeypatch, case):
     make, format, options = CASES[case]
     of, cache = make(), CacheConfig(page_size=SIZE, format=format)

@@ -1,7 +1,9 @@
 """What the bytes of packed pages stand for, worked out in NumPy alone."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -71,10 +73,17 @@ def of_tokens(chosen, keys, values, size, first):
         pages = np.pad(rows, ((0, -tokens % size), (0, 0), (0, 0))).astype(np.float32)
         pages = pages.reshape(-1, size, heads, dim).swapaxes(1, 2)
         at = first + size * jnp.arange(len(pages), dtype=jnp.int32)
-        raw.append(np.asarray(packed_bytes(packing.encode(jnp.asarray(pages), at))))
+        raw.append(np.asarray(_encoded(packing, pages, at)))
     raw = np.concatenate(raw, axis=2)
     found = [both(chosen, raw[:, head], size, dim, head) for head in range(heads)]
     return [np.stack(x, axis=2).reshape(-1, heads, dim)[:tokens] for x in zip(*found, strict=True)]
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+def _encoded(packing, pages, at):
+    return packed_bytes(packing.encode(pages, at))
 
 
 def _decoded(packing, rest, size, dim, head):
