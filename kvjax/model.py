@@ -31,29 +31,32 @@ class Model:
 
     @property
     def spec(self) -> KVSpec:
-        """What one token costs this model's cache, stored in the dtype of its matrices.
-
-        Layers with latents keep those. Over tiers they keep keys and values: see `kv_spec`.
-        """
+        """What one token costs this model's cache, stored in the dtype of its matrices."""
         return kv_spec(self.config, self.dtype)
 
 
-def kv_spec(
-    config: ModelConfig, dtype: str, *, expanded: bool = False, index_dtype: str | None = None
-) -> KVSpec:
+def kv_spec(config: ModelConfig, dtype: str, *, index_dtype: str | None = None) -> KVSpec:
     """What a model's cache stores.
 
     Args:
       config: the model's.
       dtype: of the stored keys and values, or latents.
-      expanded: whether layers with latents keep the keys and values that are made of them.
       index_dtype: of the keys that an indexer chooses tokens by, if not `dtype`.
     """
-    layers = [_layer_spec(layer, expanded) for layer in config.layers]
+    layers = [_layer_spec(layer) for layer in config.layers]
     if config.cross_from is not None:
         readers = len(layers) - config.cross_from - 1
         layers[config.cross_from + 1 :] = [LayerSpec.shared_with(config.cross_from)] * readers
     return KVSpec(tuple(layers), dtype, index_dtype)
+
+
+def keeps_latents(config: ModelConfig) -> bool:
+    """Whether a model's cache keeps latents, in every layer.
+
+    Args:
+      config: the model's.
+    """
+    return all(layer.latent is not None for layer in config.layers)
 
 
 def check_own_keys(model: Model, what: str, instead: str) -> None:
@@ -76,8 +79,8 @@ def check_own_keys(model: Model, what: str, instead: str) -> None:
         )
 
 
-def _layer_spec(layer: LayerConfig, expanded: bool) -> LayerSpec:
-    if layer.latent is not None and not expanded:
+def _layer_spec(layer: LayerConfig) -> LayerSpec:
+    if layer.latent is not None:
         indexer = layer.indexer
         return LayerSpec.mla(
             layer.latent.rank,

@@ -23,7 +23,7 @@ from kvjax.decode.calibration import Calibration, Trial, centroids_of, with_cent
 from kvjax.decode.calls import Progress, cache_spec
 from kvjax.decode.identity import fingerprint
 from kvjax.decode.program import compiled
-from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting
+from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting, slot_bytes
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_state import TieredShapes
 from kvjax.decode.told import Told, kl_divergence, told
@@ -182,10 +182,9 @@ class _Run:
     def planned(self, cache: CacheConfig) -> WindowPlan:
         """As many slots as the window has, where they save most."""
         shapes, steps = self.shapes(cache), len(self.given[0])
-        layers, heads = len(shapes.slots), len(shapes.slots[0])
-        a_page = selecting(shapes.spec).bytes_per_page(shapes.page_size) // (layers * heads)
+        by_layer = zip(slot_bytes(shapes.spec, shapes.page_size), shapes.slots, strict=True)
         profile = profile_windows(self.model, self.prompts, cache, new_tokens=steps + 1)
-        device_bytes = a_page * sum(map(sum, shapes.slots))
+        device_bytes = sum(one * sum(row) for one, row in by_layer)
         device_bytes += ring_bytes(shapes.spec, shapes.page_size)
         return plan_windows(profile, self.model, cache, device_bytes=device_bytes)
 
@@ -211,10 +210,10 @@ def evaluate_seconds(shapes: TieredShapes, slots: int) -> float:
       shapes: of the program whose steps are meant.
       slots: of every KV head, in its place.
     """
-    layer = shapes.spec.layers[shapes.selecting[0]]
-    near = nothing_near(shapes.batch, layer.kv_heads, pages=shapes.pages, slots=slots)
+    heads, _, _ = shapes.spec.layers[shapes.selecting[0]].pool_dims
+    near = nothing_near(shapes.batch, heads, pages=shapes.pages, slots=slots)
     rng = np.random.default_rng(0)
-    mass = rng.random((shapes.batch, layer.kv_heads, shapes.pages), np.float32)
+    mass = rng.random((shapes.batch, heads, shapes.pages), np.float32)
     order = np.argsort(mass, axis=2)[:, :, : shapes.room].astype(np.int32)
     given = (jnp.asarray(order), jnp.asarray(mass))
     program, _ = compiled(_evaluate, shapes, near, *given)

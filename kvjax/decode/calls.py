@@ -26,13 +26,12 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
     Args:
       model: what runs.
       cache: the caller's.
-      over_tiers: whether pages are selected: they are chosen by keys, which latents have none of,
-        and so hold the keys and values that are made of latents.
+      over_tiers: whether pages are selected.
 
     Raises:
       KvjaxError: `select` or a format is given and layers share pages, the format was calibrated
-        for another model, `place` is given and keys and values differ in size, or what an indexer
-        chooses by is asked of a model that has none, or of pages that are selected.
+        for another model, or what an indexer chooses by is asked of a model that has none, or of
+        pages that are selected.
     """
     for name in ("select", "format") if model.config.cross_from is not None else ():
         if getattr(cache, name) is not None or (over_tiers and name == "select"):
@@ -50,13 +49,6 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
         raise KvjaxError(
             f"index_dtype is {cache.index_dtype!r} and {model.name} has no indexer: leave it out"
         )
-    for layer in model.config.layers if cache.place is not None else ():
-        if layer.head_dim != layer.value_dim:
-            raise KvjaxError(
-                f"place is given and {model.name} has keys of {layer.head_dim} elements and values "
-                f"of {layer.value_dim}: pages leave the device where both are of one size; leave "
-                f"out place"
-            )
     page_format = cache.page_format
     made_for = None if page_format is None else page_format.model
     if made_for is not None and made_for != fingerprint(model):
@@ -64,12 +56,7 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
             f"format was calibrated for model {made_for[:12]}, and {model.name} is "
             f"{fingerprint(model)[:12]}: calibrate this model, with `kvjax calibrate formats`"
         )
-    return kv_spec(
-        model.config,
-        cache.dtype or model.dtype,
-        expanded=over_tiers,
-        index_dtype=cache.index_dtype,
-    )
+    return kv_spec(model.config, cache.dtype or model.dtype, index_dtype=cache.index_dtype)
 
 
 def kept_as(model: Model, cache: CacheConfig) -> str:

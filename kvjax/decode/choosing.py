@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax.decode.fetch import Worth, collect, issue
+from kvjax.decode.latent_rows import LatentRows
 from kvjax.decode.near_memory import Near
 from kvjax.decode.packed_prefix import ExactTokens
 from kvjax.decode.read_missing import read_missing
@@ -47,7 +48,7 @@ class Asked(NamedTuple):
     queries: Float[Array, "T Hq D"]
     valid: Bool[Array, " T"]  # which of them are not padding
     page: jax.ShapeDtypeStruct  # [P, D], one head's page as it is stored
-    form: StoredForm | None = None  # of pages in a format
+    form: StoredForm | LatentRows | None = None  # of pages in a format, or of latents
 
 
 class Chosen(NamedTuple):
@@ -291,5 +292,6 @@ def _stored_keys(
     ticket = issue(prefix.handle, asked.layer, ids, None)
     (keys,) = collect(prefix.handle, ticket, asked.layer, ids, asked.page, to_choose=True)
     if asked.form is not None:
+        assert isinstance(asked.form, StoredForm)  # keys of latents are not read alone
         keys = asked.form.keys(asked.layer, keys)
     return {"keys": keys.swapaxes(0, 1)}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.model import Model
+from kvjax.model import Model, keeps_latents
 from kvjax.storage.keys import Identity
 
 
@@ -52,11 +52,13 @@ def identity(model: Model, cache_dtype: str, tenant: str = "") -> Identity:
       cache_dtype: they are stored in.
       tenant: keeps one user's prefixes from being found by another.
     """
-    numerics = {
+    numerics: dict[str, Any] = {
         "config": dataclasses.asdict(model.config),
         "matrices": model.dtype,
         "cache": cache_dtype,
     }
+    if keeps_latents(model.config):  # former versions kept the keys and values made of them
+        numerics["pages"] = "latents"
     return Identity(
         weights=fingerprint(model),
         numerics=json.dumps(numerics, sort_keys=True, default=str),

@@ -1,7 +1,7 @@
 """Pages of generated tokens in a page store, for prompts that go on where the answer ended."""
 
 from kvjax.decode.open_prefixes import PREFILL_S
-from kvjax.decode.prefilled_pages import PrefilledPages
+from kvjax.decode.prefilled_pages import kept_elsewhere
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.model import Model
 from kvjax.storage.errors import SegmentError
@@ -58,7 +58,7 @@ class KeptAnswers:
             self.failure = f"steps read {chosen} of {total} pages"
             return
         seconds = _prefill_seconds(match, len(tokens))
-        prefilled = PrefilledPages(*pages.in_memory(row, total), seconds)
+        prefilled = kept_elsewhere(model, *pages.in_memory(row, total), seconds)
         if not prefilled.finite:
             self.failure = f"keys or values of {model.name} are not finite"
             return

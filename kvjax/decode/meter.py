@@ -71,7 +71,7 @@ class Meter:
             cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
             if shapes.format is not None:
                 packed = selecting(shapes.spec)
-                pages = 2 * sum(layer.kv_heads for layer in packed.layers)
+                pages = 2 * sum(layer.pool_dims[0] for layer in packed.layers)
                 token_bytes -= packed.bytes_per_token
                 token_bytes += pages * math.prod(page_shape(shapes)[0]) / shapes.page_size
         else:

@@ -1,5 +1,6 @@
 """Stored prefixes that calls have read from, kept open with what was made of them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -148,12 +149,12 @@ class OpenPrefixes:
         return True
 
 
-def built_sketches(config: PrefixConfig, keys: np.ndarray) -> dict[str, np.ndarray]:
+def built_sketches(config: PrefixConfig, keys: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """The configured sketch of every layer, stacked, under names of its own.
 
     Args:
       config: says which.
-      keys: [L, N, Hkv, P, D], finite.
+      keys: of each layer, [N, Hkv, P, D], finite.
     """
     sketch = config.sketch()
     if sketch is None:

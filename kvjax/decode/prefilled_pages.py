@@ -1,6 +1,6 @@
 """A prompt's full pages, taken out of the pool after plain prefill."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,13 +10,14 @@ from jaxtyping import Float, Shaped
 
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import Progress, cache_spec
+from kvjax.decode.latent_rows import LatentRows
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import empty_state, prefill_program
 from kvjax.decode.packed_prefix import packed_prefix
 from kvjax.decode.shapes import plan
 from kvjax.decode.stored_form import StoredForm
 from kvjax.errors import KvjaxError
-from kvjax.model import Model, check_own_keys
+from kvjax.model import Model, check_own_keys, keeps_latents
 
 
 class PrefilledPages(NamedTuple):
@@ -28,11 +29,19 @@ class PrefilledPages(NamedTuple):
     decoded: Float[np.ndarray, "L N Hkv P D"] | None = None  # what bytes of keys stand for
     exact: Mapping[str, np.ndarray] = MappingProxyType({})  # kept too, by name: see `packed_prefix`
     bytes_finite: bool = True  # whether all that bytes stand for is finite
+    halves: bool = False  # whether they are both halves of rows of latents (`LatentRows`)
 
     @property
-    def chosen_by(self) -> Shaped[np.ndarray, "L N Hkv P D"]:
-        """Keys as numbers, for what stands in for them when pages are chosen; bytes over tiers."""
-        return self.keys if self.decoded is None else self.decoded
+    def chosen_by(self) -> Iterator[Shaped[np.ndarray, "N Hkv P D"]]:
+        """All that queries score, as numbers, for what stands in for it when pages are chosen.
+
+        A layer at a time, to save memory; bytes over tiers.
+        """
+        if self.halves:
+            both = zip(self.keys, self.values, strict=True)
+            yield from (np.concatenate(layer, axis=-1) for layer in both)
+        else:
+            yield from self.keys if self.decoded is None else self.decoded
 
     @property
     def finite(self) -> bool:
@@ -76,7 +85,13 @@ def prefilled_pages(
     state = empty_state(model, shapes, limits, meter)
     stored = prefill_program(model, ids, shapes, state, meter)(state, progress).cache
     seconds = meter.seconds
-    if shapes.format is None:
+    if shapes.format is None and keeps_latents(model.config):
+        rows, pages_of = LatentRows(spec, cache.page_size), stored.block_tables[0, :count]
+        layers = zip(stored.k_pages, stored.v_pages, strict=True)
+        halves = [rows.halves(*(pool[pages_of] for pool in pools)) for pools in layers]
+        keys, values = (np.stack(half) for half in zip(*halves, strict=True))
+        pages = kept_elsewhere(model, keys, values, seconds)
+    elif shapes.format is None:
         table = np.asarray(stored.block_tables)[0, :count]
         keys, values = (
             np.stack([np.asarray(pool)[table] for pool in pools])
@@ -97,19 +112,40 @@ def prefilled_pages(
     return pages
 
 
+def kept_elsewhere(
+    model: Model,
+    keys: Shaped[np.ndarray, "L N Hkv P D"],
+    values: Shaped[np.ndarray, "L N Hkv P D"],
+    seconds: float,
+) -> PrefilledPages:
+    """Pages as they left the device; those of latents are chosen by their whole rows.
+
+    Args:
+      model: what made them.
+      keys: or the first half of every row of latents.
+      values: or the second half.
+      seconds: that prefilling took.
+    """
+    halves = keeps_latents(model.config) and keys.dtype != np.uint8
+    return PrefilledPages(keys, values, seconds, halves=halves)
+
+
 def check_layers(model: Model) -> None:
-    """Refuse a model that keeps latents, or whose layers differ in shape or make no keys.
+    """Refuse a model whose layers differ in shape, make no keys, or choose tokens by an indexer.
 
     Raises:
       KvjaxError: they do.
     """
     check_own_keys(model, "prefixes are stored for", "leave out prefixes")
-    if any(layer.latent is not None for layer in model.config.layers):
+    layers = model.config.layers
+    if any(layer.indexer is not None for layer in layers):
         raise KvjaxError(
-            f"{model.name} keeps latents: prefixes are stored and chosen from as keys and values; "
-            f"run it without prefixes"
+            f"{model.name} chooses tokens by an indexer, whose keys are not stored with pages: run "
+            f"it without prefixes"
         )
-    if len({(x.num_kv_heads, x.head_dim) for x in model.config.layers}) > 1:
+    shapes = {(x.num_kv_heads, x.head_dim, x.latent is None) for x in layers}
+    # Rows of latents have room for the largest layer's.
+    if len(shapes) > 1 and not keeps_latents(model.config):
         raise KvjaxError(
             f"{model.name} has layers of different shapes: its prefixes cannot be stored and "
             f"chosen from; run it without prefixes"

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int32
 from kvjax.config import CacheConfig
 from kvjax.decode import inputs
 from kvjax.decode.choosing import Selection, StoredPrefix, window_pages
+from kvjax.decode.latent_rows import LatentRows
 from kvjax.decode.memory import Reading
 from kvjax.decode.meter import Meter
 from kvjax.decode.open_prefixes import OpenPrefix
@@ -23,7 +24,7 @@ from kvjax.decode.reprefill import reprefill
 from kvjax.decode.shapes import Shapes, chunk_size, half_step, plan
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.decode.stored_form import StoredForm
-from kvjax.model import Model
+from kvjax.model import Model, keeps_latents
 from kvjax.policies.budget import Budget
 from kvjax.spec import pages_for
 from kvjax.storage.handles import opened
@@ -70,11 +71,13 @@ class PrefixCall:
         self.pages, self.prefix_tokens = pages, pages * size
         self._model, self._prefix, self._config = model, prefix, config
         self._suffix = ids[self.prefix_tokens :]
-        self._form = None
+        self._form: StoredForm | LatentRows | None = None
         self._always = config.choice().first, config.choice().last
         if plain.format is not None:
             self._form = StoredForm(plain.format, spec, size, grid.layout.split_kv)
             self._always = self._form.always
+        elif keeps_latents(model.config):
+            self._form = LatentRows(spec, size)
         layers = model.config.layers
         page_bytes = grid.unit_bytes * math.prod(grid.units[:3])
         windows = [window_pages(x.window, size) for x in layers if x.window is not None]
@@ -151,7 +154,7 @@ class PrefixCall:
             speculate=config.prefetch,
         )
         sketches = self._prefix.sketches(config.least_pages(self._always))
-        exact = () if self._form is None else self._prefix.exact(self._form)
+        exact = self._prefix.exact(self._form) if isinstance(self._form, StoredForm) else ()
         state = empty_state(self._model, self.shapes, limits, meter)
         suffix = inputs.flat_prompts([self._suffix], self.shapes)
         selection = config.selection(self._always)
@@ -176,7 +179,7 @@ class PrefixCall:
 
 
 def _reprefill(
-    static: tuple[Any, Shapes, int, Selection, StoredForm | None],
+    static: tuple[Any, Shapes, int, Selection, StoredForm | LatentRows | None],
     params: Any,
     state: DecodeState,
     prefix: StoredPrefix,

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from kvjax.config import CacheConfig
 from kvjax.decode.choosing import ByPages, ByTokens, Selection
 from kvjax.errors import KvjaxError
+from kvjax.model import Model, keeps_latents
 from kvjax.policies import Choice, ExactKeys, LowBitKeys, MeanKeys, QuestBounds, Sketch
 from kvjax.policies.budget import Budget
 from kvjax.policies.select import Who
@@ -202,6 +203,31 @@ def check_codec(codec: str, dtype: str) -> None:
         raise KvjaxError(
             f"codec is {codec!r} and the cache is {dtype}: it encodes bfloat16; keep the cache in "
             f"bfloat16, or choose 'zstd' or 'blosc'"
+        )
+
+
+def check_latents(config: PrefixConfig, model: Model, cache: CacheConfig) -> None:
+    """Refuse what pages of latents are not stored in, or cannot be chosen by.
+
+    Args:
+      config: of the prefixes.
+      model: the caller's.
+      cache: of a call.
+
+    Raises:
+      KvjaxError: keys are to be read without values, or a format is given.
+    """
+    if not keeps_latents(model.config):
+        return
+    if config.key_layers((0,)):
+        raise KvjaxError(
+            f"by is {config.by!r} and {model.name} keeps latents, of which keys are most: to read "
+            f"all keys is to read the prefix; choose by 'low-bit', 'mean', 'quest' or 'all'"
+        )
+    if cache.page_format is not None:
+        raise KvjaxError(
+            f"cache.format is given and {model.name} keeps latents: prefixes of latents are stored "
+            f"as the model made them; leave out format"
         )
 
 

@@ -26,7 +26,7 @@ from kvjax.decode.open_prefixes import (
 )
 from kvjax.decode.prefilled_pages import PrefilledPages, check_layers, prefilled_pages
 from kvjax.decode.prefix_call import PrefixCall
-from kvjax.decode.prefix_config import PrefixConfig, check_codec, check_format
+from kvjax.decode.prefix_config import PrefixConfig, check_codec, check_format, check_latents
 from kvjax.decode.reordering import TokenUses, find_reordered
 from kvjax.decode.results import PrefixStats
 from kvjax.decode.shapes import Shapes
@@ -133,12 +133,14 @@ class PrefixCache:
         Raises:
           KvjaxError: the prompt is shorter than a page or longer than the model's context, the
             model has layers whose pages cannot be chosen from, the codec cannot encode the cache's
-            dtype, or a format is given and tokens are chosen, or the model's pages do not fit it.
+            dtype, or a format is given and tokens are chosen, or the model's pages do not fit it,
+            or the model keeps latents and keys are to be read apart or a format is given.
           StoreError: the store cannot be written; nothing was published.
         """
         cache = cache or CacheConfig()
         check_layers(model)
         check_format(self.config, cache)
+        check_latents(self.config, model, cache)
         check_codec(self.config.codec, cache_spec(model, cache).dtype)
         ids = inputs.token_ids(model, prompt)
         if len(ids) < cache.page_size:
@@ -156,8 +158,9 @@ class PrefixCache:
         return self.put(model, ids, pages, label=label, arrays=pages.exact, numbers=numbers)
 
     def _layout(self, model: Model, cache: CacheConfig) -> Layout:
-        layers = model.config.layers
-        return self.config.layout(cache.page_size, len(layers), layers[0].num_kv_heads)
+        layers = cache_spec(model, cache).layers
+        heads, _, _ = layers[0].pool_dims
+        return self.config.layout(cache.page_size, len(layers), heads)
 
     def _numbers(self, model: Model, cache: CacheConfig) -> str:
         return kept_in(cache_spec(model, cache).dtype, cache.page_format)

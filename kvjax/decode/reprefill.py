@@ -16,6 +16,8 @@ from kvjax import cache as paged
 from kvjax.cache import PagedKVCache
 from kvjax.decode.attend import chunk_attend
 from kvjax.decode.choosing import Asked, Chosen, Selection, StoredPrefix, read_window
+from kvjax.decode.latent_rows import LatentRows
+from kvjax.decode.latents_as_one_head import AsOneHead
 from kvjax.decode.packed_prefix import with_exact_tokens
 from kvjax.decode.step import DecodeState, Prompts
 from kvjax.decode.stored_form import StoredForm
@@ -37,7 +39,7 @@ def reprefill(
     *,
     room: int,
     selection: Selection,
-    form: StoredForm | None = None,
+    form: StoredForm | LatentRows | None = None,
     implementation: Implementation | None = None,
 ) -> DecodeState:
     """Prefill one sequence's suffix against the chosen pages of its prefix.
@@ -49,7 +51,7 @@ def reprefill(
       suffix: the sequence's tokens after the prefix's pages, at least one.
       room: K, pages that can be chosen, static.
       selection: how to choose.
-      form: how the prefix is stored, if the cache has a format.
+      form: how the prefix is stored, if the cache has a format or keeps latents.
       implementation: of `ragged_paged_attention`, or None.
 
     Returns:
@@ -60,7 +62,7 @@ def reprefill(
     tokens = suffix.tokens
     chunk = tokens.shape[0]
     cache = _with_chosen_pages(state.cache, prefix, room)
-    if form is not None:
+    if isinstance(form, StoredForm):
         cache = with_exact_tokens(cache, form, prefix.exact, prefix.pages * size)
     cache, reservation = paged.reserve(cache, jnp.diff(suffix.cu_lengths), max_count=chunk)
     sequences, offset = paged.ragged_rows(suffix.cu_lengths, chunk)
@@ -75,7 +77,8 @@ def reprefill(
         stores=reservation.ok,
     )
     attend = _fetching(decoder, base, prefix, valid, selection, form)
-    shape = (decoder.config.layers[0].num_kv_heads, room)
+    heads, _, _ = state.cache.spec.layers[0].pool_dims
+    shape = (heads, room)
     none = Chosen(jnp.full(shape, prefix.pages, jnp.int32), jnp.zeros(shape))
     carry = _Carry(cache, none)
     hidden, carry = decoder(tokens, offset + prefix.pages * size, attend, carry)
@@ -104,7 +107,7 @@ def _fetching(
     prefix: StoredPrefix,
     valid: Bool[Array, " T"],
     selection: Selection,
-    form: StoredForm | None,
+    form: StoredForm | LatentRows | None,
 ) -> Attend[_Carry]:
     """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
 
@@ -114,7 +117,8 @@ def _fetching(
         assert keys is not None  # of layers that share pages no prefix is stored
         assert values is not None
         page = form.page if form is not None else _page(keys)
-        asked = Asked(layer, q, valid, page, form)
+        queries = form.padded(q) if isinstance(form, LatentRows) else q
+        asked = Asked(layer, queries, valid, page, form)
         window = decoder.config.layers[layer].window
         if window is None:
             both, chosen = selection.get(decoder.config, prefix, asked, chosen)
@@ -128,7 +132,7 @@ def _fetching(
         out, cache = base(layer, q, k, v, cache)
         return out, _Carry(cache, chosen)
 
-    return attend
+    return AsOneHead(attend)
 
 
 def _page(pool: KeyPool) -> jax.ShapeDtypeStruct:

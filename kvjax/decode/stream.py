@@ -14,7 +14,7 @@ from kvjax.decode.calls import REASONS, Progress, cache_spec, not_finite
 from kvjax.decode.meter import Meter
 from kvjax.decode.opening import IN_PLACE, empty_state, prefill_program
 from kvjax.decode.prefilled_pages import check_layers
-from kvjax.decode.prefix_config import check_format
+from kvjax.decode.prefix_config import check_format, check_latents
 from kvjax.decode.prefixes import Loaded, NotLoaded, PrefixCache
 from kvjax.decode.results import FinishReason, StreamEvent
 from kvjax.decode.sampling import Sampling
@@ -83,6 +83,7 @@ def stream(
         )
     if prefixes is not None:
         check_format(prefixes.config, cache)
+        check_latents(prefixes.config, model, cache)
     ids = inputs.token_ids(model, prompt)
     if prefixes is not None:
         check_layers(model)

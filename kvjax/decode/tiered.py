@@ -198,7 +198,7 @@ def _elsewhere(shapes: TieredShapes) -> SequencePages:
     return SequencePages(
         rows=shapes.batch,
         layers=len(shapes.leaving),
-        heads=shapes.spec.layers[shapes.leaving[0]].kv_heads,
+        heads=shapes.spec.layers[shapes.leaving[0]].pool_dims[0],
         pages=shapes.pages,
         page_shape=shape,
         dtype=np.dtype(jnp.dtype(dtype)),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.model import keeps_latents
 from kvjax.models import ModelConfig
 from kvjax.models.rope import frequencies
 from kvjax.pallas_kernels.output import AttentionOutput
@@ -32,7 +33,7 @@ def index_for(select: Select, config: ModelConfig) -> PageIndex | DistilledIndex
         part, they are taken as they are.
     """
     index = select.index()
-    if any(layer.latent is not None for layer in config.layers):
+    if keeps_latents(config):
         return index
     choosing = (layer for layer in config.layers if layer.window is None)
     rotations = {(tuple(r.tolist()), s) for r, s in map(frequencies, choosing)}

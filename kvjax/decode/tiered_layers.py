@@ -3,7 +3,7 @@
 import dataclasses
 
 from kvjax.errors import KvjaxError
-from kvjax.model import Model
+from kvjax.model import Model, keeps_latents
 from kvjax.spec import KVSpec
 
 
@@ -24,6 +24,19 @@ def selecting(spec: KVSpec) -> KVSpec:
     """
     layers = tuple(spec.layers[index] for index in selecting_layers(spec))
     return dataclasses.replace(spec, layers=layers)
+
+
+def slot_bytes(spec: KVSpec, page_size: int) -> tuple[int, ...]:
+    """Bytes of one KV head's page in each layer that chooses pages.
+
+    Args:
+      spec: of the model.
+      page_size: tokens a page.
+    """
+    layers = (spec.layers[index] for index in selecting_layers(spec))
+    return tuple(
+        page_size * spec.layer_bytes_per_token(layer) // layer.pool_dims[0] for layer in layers
+    )
 
 
 def ring_pages(window: int, page_size: int, pages: int | None = None) -> int:
@@ -74,7 +87,10 @@ def check_layers(model: Model, *, stored: bool = False) -> None:
             f"every layer of {model.name} has a sliding window: no step reads more than the last "
             f"{max(windows)} tokens, so there are no pages to choose from; leave out select"
         )
-    if len({(x.num_kv_heads, x.head_dim) for x in layers if x.window is None}) > 1:
+    if keeps_latents(model.config):
+        return  # pages are of one head, and rows have room for the largest layer's
+    kinds = {(x.num_kv_heads, x.head_dim, x.latent is None) for x in layers if x.window is None}
+    if len(kinds) > 1:
         raise KvjaxError(
             f"{model.name} has layers of different shapes that see the whole context: pages are "
             f"chosen and moved where these are alike; leave out select"

@@ -1,10 +1,10 @@
-"""Pages over tiers in fewer bits: as bytes for the host, and back inside the program."""
+"""Pages over tiers as they leave the program, in a format as bytes, and back inside it."""
 
 import functools
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int32, Num, UInt8
 
 from kvjax.decode.page_bytes import packed_bytes, page_bytes, pages_of
 from kvjax.decode.tiered_state import TieredShapes
@@ -15,8 +15,11 @@ def page_shape(shapes: TieredShapes) -> tuple[tuple[int, int], str]:
     """Shape and dtype of one KV head's page of keys, and of values, as it leaves the program.
 
     Bytes where there is a format, in P rows: keys and values of a page together, in two halves.
+    Of latents, both halves of their rows.
     """
     spec = shapes.spec
+    if shapes.format is None and shapes.latents is not None:
+        return (shapes.page_size, shapes.latents.width), spec.dtype
     if shapes.format is None:
         return (shapes.page_size, spec.layers[shapes.leaving[0]].head_dim), spec.dtype
     most = max(sum(_part_bytes(shapes, index)) for index in shapes.leaving)
@@ -75,6 +78,39 @@ def from_bytes(
     return both[0], both[1]
 
 
+def sent(
+    shapes: TieredShapes,
+    keys: Float[Array, "n Hkv P D"],
+    values: Float[Array, "n Hkv P Dv"],
+) -> tuple[Array, Array]:
+    """Pages as they leave the program where there is no format.
+
+    Args:
+      shapes: the program's.
+      keys: [n, Hkv, P, D].
+      values: [n, Hkv, P, Dv].
+    """
+    return (keys, values) if shapes.latents is None else shapes.latents.halves(keys, values)
+
+
+def back(
+    shapes: TieredShapes, layer: int, keys: Num[Array, "n Hkv P W"], values: Num[Array, "n Hkv P W"]
+) -> tuple[Float[Array, "n Hkv P D"], Float[Array, "n Hkv P Dv"]]:
+    """Pages that came back, as pools hold them.
+
+    Args:
+      shapes: the program's.
+      layer: whose pages.
+      keys: as `as_bytes` or `sent` gave them.
+      values: likewise.
+    """
+    if shapes.format is not None:
+        return from_bytes(shapes, layer, keys, values)
+    if shapes.latents is not None:
+        return shapes.latents.parts(layer, keys, values)
+    return keys, values
+
+
 def as_kept(
     shapes: TieredShapes,
     layer: int,
@@ -113,12 +149,13 @@ def _parts(
     assert shapes.format is not None
     chosen, of = shapes.format.layer(shapes.spec, layer), shapes.spec.layers[layer]
     assert chosen is not None
-    return (chosen.keys, of.head_dim), (chosen.values, of.value_dim)
+    _, width, value_width = of.pool_dims
+    return (chosen.keys, width), (chosen.values, value_width)
 
 
 @functools.lru_cache(maxsize=256)
 def _part_bytes(shapes: TieredShapes, layer: int) -> tuple[int, int]:
     """Bytes that one KV head's page of a layer's keys takes, and of its values."""
-    heads, size = shapes.spec.layers[layer].kv_heads, shapes.page_size
+    (heads, _, _), size = shapes.spec.layers[layer].pool_dims, shapes.page_size
     keys, values = (page_bytes(packing, heads, size, dim) for packing, dim in _parts(shapes, layer))
     return keys, values

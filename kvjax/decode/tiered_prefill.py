@@ -13,14 +13,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Residency
+from kvjax.decode.latents_as_one_head import AsOneHead
+from kvjax.decode.tiered_attention import attend_prompt
 from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
-from kvjax.decode.tiered_packed import as_bytes, as_kept
+from kvjax.decode.tiered_packed import as_bytes, as_kept, sent
 from kvjax.decode.tiered_sinks import of_prompt
 from kvjax.decode.tiered_sliding import keep_last
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
 from kvjax.models import Decoder, ModelConfig
-from kvjax.pallas_kernels import ragged_paged_attention
 from kvjax.policies import ExactKeys, select
 
 
@@ -50,7 +51,6 @@ def prefill_row(
     size = shapes.page_size
     held = tokens.shape[0] // size  # pages that the prompt has room for
     full = length // size
-    cu = jnp.stack([jnp.int32(0), length])
     table = jnp.arange(held, dtype=jnp.int32)[None]
     first = jnp.clip(length - shapes.observe, 0, None)
     last = first + jnp.arange(min(shapes.observe, tokens.shape[0]), dtype=jnp.int32)
@@ -63,36 +63,26 @@ def prefill_row(
     ) -> tuple[Array, TieredCache]:
         pool = cache.keys[layer]
         keys, values = paged(k, pool.dtype), paged(v, pool.dtype)
-        out = ragged_paged_attention(
-            q,
-            keys,
-            values,
-            table,
-            length[None],
-            cu,
-            scale=decoder.config.scale(layer),
-            window=decoder.config.layers[layer].window,
-            soft_cap=decoder.config.attn_soft_cap,
-            implementation=shapes.attention,
-        ).out
+        out = attend_prompt(shapes, decoder.config, layer, q, (keys, values), table, length)
+        scored = shapes.scored(keys, values)
         written = cache.written
         if layer not in shapes.selecting:
             if shapes.fetches and layer in shapes.leaving:
                 at = shapes.leaving.index(layer)
-                written = put_prompt(cache.handle, written, at, row, keys, values)
+                written = put_prompt(cache.handle, written, at, row, *sent(shapes, keys, values))
             cache = keep_last(shapes, cache, layer, row, length, keys, values)
             return out, dataclasses.replace(cache, written=written)
         near_keys, near_values = keys, values
         if shapes.format is not None:
-            pages = jnp.arange(held, dtype=jnp.int32)
-            kept = as_bytes(shapes, layer, keys, values, pages * size)
-            near_keys, near_values = as_kept(shapes, layer, keys, values, pages, pages < full, kept)
+            page = jnp.arange(held, dtype=jnp.int32)
+            kept = as_bytes(shapes, layer, keys, values, page * size)
+            near_keys, near_values = as_kept(shapes, layer, keys, values, page, page < full, kept)
         if shapes.fetches:
-            sent = (keys, values) if shapes.format is None else kept
-            written = put_prompt(cache.handle, written, shapes.leaving.index(layer), row, *sent)
+            pages = sent(shapes, keys, values) if shapes.format is None else kept
+            written = put_prompt(cache.handle, written, shapes.leaving.index(layer), row, *pages)
         observed = q.at[last].get(mode="clip"), last < length
         limits = cache.limits[shapes.place(layer)]
-        ids, mass = _first_pages(shapes, decoder.config, layer, keys, *observed, length, limits)
+        ids, mass = _first_pages(shapes, decoder.config, layer, scored, *observed, length, limits)
         near, slots = _first_near(shapes, layer, ids, mass)
         to = slot_rows(shapes, layer, slots[None], row[None])[0]
         return out, dataclasses.replace(
@@ -107,13 +97,13 @@ def prefill_row(
                     cache.near[layer],
                     near,
                 ),
-                index=_with_row(cache.index[layer], shapes, layer, keys, values, full, row),
+                index=_with_row(cache.index[layer], shapes, layer, scored, values, full, row),
             ),
             written=written,
         )
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, cache = decoder(tokens, positions, attend, cache)
+    hidden, cache = decoder(tokens, positions, AsOneHead(attend), cache)
     cache = dataclasses.replace(
         cache,
         lengths=cache.lengths.at[row].set(length),

@@ -60,8 +60,11 @@ def filled(
 
 
 def instead(
-    sinks: Sinks, rows: slice, ids: Int32[Array, "b Hkv K"], pages: Float[Array, "two bK Hkv P D"]
-) -> Float[Array, "two bK Hkv P D"]:
+    sinks: Sinks,
+    rows: slice,
+    ids: Int32[Array, "b Hkv K"],
+    pages: tuple[Float[Array, "bK Hkv P D"], Float[Array, "bK Hkv P Dv"]],
+) -> tuple[Float[Array, "bK Hkv P D"], Float[Array, "bK Hkv P Dv"]]:
     """Pages that came back, with those of `sinks` in place of them where these are the first.
 
     Args:
@@ -77,9 +80,9 @@ def instead(
     head = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, None, :]
     which = ids.swapaxes(1, 2)  # [b, K, Hkv]
     is_sink: Bool[Array, "b K Hkv"] = which < most
-    both = []
+    both: list[Array] = []
     for kept, came in zip((x[rows] for x in sinks), pages, strict=True):
         own = kept[row, jnp.minimum(which, most - 1), head]  # [b, K, Hkv, P, D]
-        came = came.reshape(own.shape)
-        both.append(jnp.where(is_sink[..., None, None], own, came).reshape(pages.shape[1:]))
-    return jnp.stack(both)
+        now = jnp.where(is_sink[..., None, None], own, came.reshape(own.shape))
+        both.append(now.reshape(came.shape))
+    return both[0], both[1]

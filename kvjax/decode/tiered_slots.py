@@ -5,7 +5,7 @@ import os
 from kvjax.cache import check_pools
 from kvjax.config import CacheConfig
 from kvjax.decode.identity import fingerprint
-from kvjax.decode.tiered_layers import ring_bytes, selecting
+from kvjax.decode.tiered_layers import ring_bytes, selecting, slot_bytes
 from kvjax.decode.tiered_state import sink_pages
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
@@ -24,7 +24,7 @@ def slots_by_head(
 
     Args:
       model: what runs.
-      spec: what the cache stores; the layers that choose pages are all alike.
+      spec: what the cache stores; layers that choose pages have as many KV heads.
       cache: the caller's.
       count: K, the most pages that a row chooses in a step.
       pages: N, most pages of a row.
@@ -36,18 +36,19 @@ def slots_by_head(
         can index.
     """
     chosen_from = selecting(spec)
-    layers, heads = len(chosen_from.layers), chosen_from.layers[0].kv_heads
+    layers, (heads, _, _) = len(chosen_from.layers), chosen_from.layers[0].pool_dims
     place, window = cache.place, cache.window or Window()
     given = None if place is None else place.device_bytes
     size = cache.page_size
-    a_page = batch * chosen_from.bytes_per_page(size) // (layers * heads)  # of one head
+    a_slot = batch * chosen_from.bytes_per_page(size)  # of every layer's heads
     kept = 0 if cache.page_format is None else sink_pages(cache.page_format, size, pages)
     # Of the first pages and of sliding windows, which have no slots.
-    others = a_page * layers * heads * kept + batch * ring_bytes(spec, size, pages)
+    others = a_slot * kept + batch * ring_bytes(spec, size, pages)
     if place is not None and window.plan is not None:
         plan = _loaded(window.plan, model, size, (layers, heads))
         slots = tuple(tuple(min(max(n, count) + 1, pages) for n in row) for row in plan.slots)
-        need = a_page * sum(map(sum, slots)) + others
+        by_layer = zip(slot_bytes(spec, size), slots, strict=True)
+        need = batch * sum(one * sum(row) for one, row in by_layer) + others
         if given is not None and given < need:
             raise KvjaxError(
                 f"device_bytes is {given}: the slots of the window plan need {need} bytes for "
@@ -56,9 +57,7 @@ def slots_by_head(
     else:
         equal = pages if place is None else min(window.slots(count) + 1, pages)
         if given is not None:
-            equal = min(
-                equal, _affordable(given, others, a_page * layers * heads, count, pages, batch)
-            )
+            equal = min(equal, _affordable(given, others, a_slot, count, pages, batch))
         slots = ((equal,) * heads,) * layers
     widest = max(-(-sum(row) // heads) for row in slots)
     check_pools(chosen_from, batch * widest, size)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Eviction, Residency, nothing_near
 from kvjax.decode import tiered_layers
+from kvjax.decode.latent_rows import LatentRows
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
@@ -57,6 +58,23 @@ class TieredShapes:
         """
         whole = self.stored and self.format is None
         return tuple(range(len(self.spec.layers))) if whole else self.selecting
+
+    @property
+    def latents(self) -> LatentRows | None:
+        """How pages of latents leave the device; None where layers keep keys and values."""
+        kept = all(layer.kind == "mla" for layer in self.spec.layers)
+        return LatentRows(self.spec, self.page_size) if kept else None
+
+    def scored(
+        self, keys: Float[Array, "*n Hkv D"], values: Float[Array, "*n Hkv Dv"]
+    ) -> Float[Array, "*n Hkv Dk"]:
+        """What queries score of tokens: their keys; of latents, these and the position keys.
+
+        Args:
+          keys: as pools hold them.
+          values: likewise.
+        """
+        return keys if self.latents is None else jnp.concatenate([values, keys], axis=-1)
 
     def index_of(self, layer: int) -> PageIndex:
         """What a layer's pages are chosen by.
@@ -151,14 +169,13 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         if layer in shapes.selecting:
             count, heads = sum(shapes.slots_of(layer)), 1
         else:
-            count, heads = shapes.ring_pages(layer), spec.layers[layer].kv_heads
+            count, heads = shapes.ring_pages(layer), spec.layers[layer].pool_dims[0]
         return jnp.zeros((batch * count, heads, shapes.page_size, width), spec.dtype)
 
     def no_sinks(layer: int) -> Sinks:
-        of = spec.layers[layer]
+        heads, *dims = spec.layers[layer].pool_dims
         first = shapes.sink_pages if layer in shapes.selecting else 0
-        shape = (batch, first, of.kv_heads, shapes.page_size)
-        dims = of.head_dim, of.value_dim
+        shape = (batch, first, heads, shapes.page_size)
         return Sinks(*(jnp.zeros((*shape, width), spec.dtype) for width in dims))
 
     def near(layer: int) -> Residency:
@@ -170,10 +187,11 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
     def empty_index(layer: int) -> dict[str, Array]:
         if layer not in shapes.selecting:
             return {}
-        of, dtype = spec.layers[layer], jnp.dtype(spec.dtype)
+        heads, width, value_width = spec.layers[layer].pool_dims
+        scored = width if shapes.latents is None else value_width + width
         keys, values = (
-            jax.ShapeDtypeStruct((pages, of.kv_heads, shapes.page_size, width), dtype)
-            for width in (of.head_dim, of.value_dim)
+            jax.ShapeDtypeStruct((pages, heads, shapes.page_size, each), jnp.dtype(spec.dtype))
+            for each in (scored, value_width)
         )
         some = jax.ShapeDtypeStruct((), jnp.int32)
         of_layer = functools.partial(build_index, shapes.index_of(layer))
@@ -182,8 +200,8 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
 
     zero, limits = jnp.int32(0), jnp.asarray(shapes.slots, jnp.int32)
     return TieredCache(
-        keys=tuple(pool(i, spec.layers[i].head_dim) for i in layers),
-        values=tuple(pool(i, spec.layers[i].value_dim) for i in layers),
+        keys=tuple(pool(i, spec.layers[i].pool_dims[1]) for i in layers),
+        values=tuple(pool(i, spec.layers[i].pool_dims[2]) for i in layers),
         sinks=tuple(no_sinks(i) for i in layers),
         near=tuple(near(i) for i in layers),
         limits=limits,

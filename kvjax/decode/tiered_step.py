@@ -10,10 +10,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from kvjax.cache.residency import Residency, admit, find, only, ranked, used
 from kvjax.decode.attend import attend_token, merged
+from kvjax.decode.latents_as_one_head import AsOneHead
 from kvjax.decode.step import DecodeState, Rules, draw
+from kvjax.decode.tiered_attention import Pages, attend_listed
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
 from kvjax.decode.tiered_index import estimate_unread, extend_index, page_mass
-from kvjax.decode.tiered_packed import as_bytes, as_kept, from_bytes, page_shape
+from kvjax.decode.tiered_packed import as_bytes, as_kept, back, page_shape
+from kvjax.decode.tiered_packed import sent as as_sent
 from kvjax.decode.tiered_sinks import filled as filled_sinks
 from kvjax.decode.tiered_sinks import instead
 from kvjax.decode.tiered_sliding import attend_window, newest_pages, put_token
@@ -26,7 +29,6 @@ from kvjax.decode.tiered_state import (
     with_layer,
 )
 from kvjax.models import Attend, Decoder, ModelConfig
-from kvjax.pallas_kernels import sparse_paged_attention
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.policies import EstimatingIndex, select
 
@@ -107,7 +109,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         fetched = None
         parts = [
             _attend_near(step, layer, q, cache, chosen),
-            attend_token(step.config, layer, q, k, v),
+            attend_token(step.config, layer, q, shapes.scored(k, v), v),
         ]
         index = shapes.index_of(layer)
         if isinstance(index, EstimatingIndex):
@@ -128,7 +130,8 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
                 _collected(step, layer, cache, some, ticket, rows)
                 for some, ticket, rows in zip(selected, tickets, micro_batches, strict=True)
             ]
-            fetched = jnp.concatenate(collected, axis=1) if collected[1:] else collected[0]
+            keys, values = zip(*collected, strict=True)
+            fetched = jnp.concatenate(keys), jnp.concatenate(values)
             parts.append(_attend_fetched(step, layer, q, fetched, chosen))
         out = merged(*parts)
         # A row whose attention is NaN writes nothing; its logits are NaN too, and end it.
@@ -137,7 +140,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         taken = jnp.where(sound[:, None, None], taken, shapes.most_slots(layer))
         return out.out, _written(step, layer, cache, chosen, near, taken, fetched, (k, v), sound)
 
-    return attend
+    return AsOneHead(attend)
 
 
 def _slid(
@@ -223,15 +226,14 @@ def _attend_near(
     tokens = jnp.concatenate([jnp.full_like(chosen.slots, size), offset], axis=2)
     batch, heads, count = slots.shape
     lists = (batch * heads, 1, count)
-    by_head = sparse_paged_attention(
+    by_head = attend_listed(
+        step.shapes,
+        step.config,
+        layer,
         q.reshape(batch * heads, -1, q.shape[2]),
-        cache.keys[layer],
-        cache.values[layer],
+        (cache.keys[layer], cache.values[layer]),
         slot_rows(step.shapes, layer, slots, _rows(batch)).reshape(lists),
         tokens.reshape(lists),
-        scale=step.config.scale(layer),
-        soft_cap=step.config.attn_soft_cap,
-        implementation=step.shapes.attention,
     )
     return AttentionOutput(by_head.out.reshape(*q.shape[:2], -1), by_head.lse.reshape(q.shape[:2]))
 
@@ -269,16 +271,14 @@ def _collected(
     chosen: _Selected,
     ticket: Int32[Array, ""],
     rows: slice,
-) -> Float[Array, "two BK Hkv P D"]:
+) -> Pages:
     """The missing pages as a pool: page j of row b is b x K + j."""
     page = jax.ShapeDtypeStruct(*page_shape(step.shapes))
     wanted = chosen.missing < step.shapes.pages
     at = step.shapes.leaving.index(layer)
     both = collect(cache.handle, ticket, at, chosen.missing, wanted, page, first_row=rows.start)
     both = both.reshape(2, -1, *both.shape[3:])
-    if step.shapes.format is None:
-        return both
-    pages = jnp.stack(from_bytes(step.shapes, layer, both[0], both[1]))
+    pages = back(step.shapes, layer, both[0], both[1])
     return instead(cache.sinks[layer], rows, chosen.missing, pages)
 
 
@@ -286,23 +286,15 @@ def _attend_fetched(
     step: _Step,
     layer: int,
     q: Float[Array, "B Hq D"],
-    fetched: Float[Array, "two BK Hkv P D"],
+    fetched: Pages,
     chosen: _Selected,
 ) -> AttentionOutput:
     """Attention to the pages that were not near."""
     batch, _, room = chosen.missing.shape
     own = jnp.arange(batch * room, dtype=jnp.int32).reshape(batch, 1, room)
     rows = jnp.where(chosen.missing < step.shapes.pages, own, batch * room)
-    return sparse_paged_attention(
-        q,
-        fetched[0],
-        fetched[1],
-        rows,
-        jnp.full_like(rows, step.shapes.page_size),
-        scale=step.config.scale(layer),
-        soft_cap=step.config.attn_soft_cap,
-        implementation=step.shapes.attention,
-    )
+    tokens = jnp.full_like(rows, step.shapes.page_size)
+    return attend_listed(step.shapes, step.config, layer, q, fetched, rows, tokens)
 
 
 def _admitted(
@@ -332,7 +324,7 @@ def _written(
     chosen: _Selected,
     near: Residency,
     taken: Int32[Array, "B Hkv K1"],
-    fetched: Float[Array, "two BK Hkv P D"] | None,
+    fetched: Pages | None,
     token: tuple[Float[Array, "B Hkv D"], Float[Array, "B Hkv Dv"]],
     sound: Bool[Array, " B"],
 ) -> TieredCache:
@@ -358,9 +350,10 @@ def _written(
     filled = sound & (offset == shapes.page_size - 1)
     page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
     keys, values = (pool.at[at, 0].get(mode="clip") for pool in pools)
+    scored = shapes.scored(keys, values)
     index = lax.cond(
         jnp.any(filled),
-        lambda: extend_index(shapes.index_of(layer), cache.index[layer], page, keys, values),
+        lambda: extend_index(shapes.index_of(layer), cache.index[layer], page, scored, values),
         lambda: cache.index[layer],
     )
     sinks = cache.sinks[layer]
@@ -381,7 +374,7 @@ def _written(
             for pool, new in zip(pools, near_pages, strict=True)
         ]
     else:
-        sent = (keys, values)
+        sent = as_sent(shapes, keys, values)
     if shapes.fetches:
         cache = _kept_elsewhere(shapes, layer, cache, page, *sent)
     if not shapes.keeps:

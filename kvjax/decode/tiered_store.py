@@ -5,7 +5,7 @@ import contextlib
 from kvjax.config import CacheConfig
 from kvjax.decode.calls import kept_as
 from kvjax.decode.kept_answers import KeptAnswers
-from kvjax.decode.prefilled_pages import PrefilledPages
+from kvjax.decode.prefilled_pages import PrefilledPages, kept_elsewhere
 from kvjax.decode.prefix_config import By, PrefixConfig
 from kvjax.decode.prefixes import PrefixCache
 from kvjax.decode.results import TierReads
@@ -110,7 +110,7 @@ class PromptStore:
         """
         count = len(ids) // self._cache.page_size
         if count and row not in self._matches:
-            prefilled = PrefilledPages(*pages.in_memory(row, count), seconds)
+            prefilled = kept_elsewhere(model, *pages.in_memory(row, count), seconds)
             match = Match(self._written(model, ids, prefilled), count)
             self._read(match, row, pages, during)
 

@@ -19,7 +19,7 @@ from kvjax.decode.identity import fingerprint
 from kvjax.decode.meter import Meter
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.tiered import TieredCall, loop
-from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting
+from kvjax.decode.tiered_layers import check_layers, ring_bytes, selecting, slot_bytes
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.errors import KvjaxError, check_integer
 from kvjax.model import Model
@@ -110,28 +110,28 @@ def plan_windows(
     check_integer("device_bytes", device_bytes, 0, " bytes")
     whole = cache_spec(model, cache, over_tiers=True)
     spec = selecting(whole)
-    shape = (len(spec.layers), spec.layers[0].kv_heads)
+    shape = (len(spec.layers), spec.layers[0].pool_dims[0])
     if profile.misses.shape[:2] != shape:
         raise KvjaxError(
             f"profile is of {profile.misses.shape[:2]} layers and KV heads, and {model.name} has "
             f"{shape} that choose pages: profile this model"
         )
     heads = math.prod(shape)
-    a_slot = spec.bytes_per_page(cache.page_size) // heads
     page_format, size = cache.page_format, cache.page_size
+    cost = np.repeat(np.asarray(slot_bytes(whole, size))[:, None], shape[1], axis=1)
+    every = int(cost.sum())  # a slot for every head
     sinks = 0 if page_format is None else page_format.sink_tokens(size) // size
-    others = heads * (1 + sinks)  # the open pages, and those that never leave
-    rings = ring_bytes(whole, size)
-    slots, least = (device_bytes - rings) // a_slot - others, heads * int(profile.windows[0])
-    if slots < least:
+    others = every * (1 + sinks) + ring_bytes(whole, size)  # open pages, and what never leaves
+    room, least = device_bytes - others, every * int(profile.windows[0])
+    if room < least:
         raise KvjaxError(
             f"device_bytes is {device_bytes}: must be at least "
-            f"{(least + others) * a_slot + rings}, what the smallest window ({profile.windows[0]} "
+            f"{least + others}, what the smallest window ({profile.windows[0]} "
             f"slots, the open page's and those of pages that never leave) takes for each of "
             f"{heads} heads; raise it, or profile a smaller window"
         )
-    alike = TrafficProfile(profile.misses, profile.windows)  # a slot costs as much for every head
-    return WindowPlan.of(greedy_windows(alike, slots), fingerprint(model), cache.page_size)
+    costly = TrafficProfile(profile.misses, profile.windows, cost)
+    return WindowPlan.of(greedy_windows(costly, room), fingerprint(model), cache.page_size)
 
 
 def _missed(

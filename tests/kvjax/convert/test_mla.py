@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheConfig, KvjaxError
+from kvjax import CacheConfig, KvjaxError, Place, PrefixCache, PrefixConfig, Select, Window
 from kvjax.convert import Healing, convert_mla, heal, judged, save_folder, split_texts
 from kvjax.convert.checkpoint import checkpoint_of
 from kvjax.convert.share_out import shared_out
@@ -50,6 +50,21 @@ def test_latent_pages_give_what_keys_and_values_give(model, exact):
     mine, theirs = (kvjax.score(m, ids, cache=cache) for m in (model, exact))
     np.testing.assert_allclose(theirs.logprobs[1:], mine.logprobs[1:], atol=1e-4)
     assert theirs.stats.bytes_per_token == 2 * 48 * 4
+
+
+@pytest.mark.slow
+def test_latents_from_a_store_and_over_tiers_give_what_keys_and_values_give(model, exact, tmp_path):
+    ids, cache = prompt(60, seed=5), CacheConfig(page_size=8)
+    options = {"max_new_tokens": 12, "stop_tokens": ()}
+    expected = kvjax.generate(model, ids, cache=cache, **options).tokens
+    prefixes = PrefixCache(tmp_path, config=PrefixConfig(load_policy="load", budget="100%"))
+    prefixes.add(exact, ids[:50], cache=cache)
+    stored = kvjax.generate(exact, ids, cache=cache, prefixes=prefixes, **options)
+    assert stored.stats.prefix.bytes_used == 6 * exact.spec.bytes_per_page(8)
+    tiers = CacheConfig(page_size=8, select=Select("100%"), window=Window(0), place=Place())
+    fetched = kvjax.generate(exact, ids, cache=tiers, **options)
+    assert fetched.stats.tiers.bytes_moved > 11 * 7 * exact.spec.bytes_per_page(8)
+    assert stored.tokens == fetched.tokens == expected
 
 
 @pytest.mark.slow

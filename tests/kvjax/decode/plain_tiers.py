@@ -2,7 +2,8 @@
 
 The prompt sees everything before it. A token after it sees, in each layer and KV head, the pages of
 greatest exact attention among the full ones, the first and the last of them, and the page that it
-goes to; in a layer with a sliding window every token sees what that reaches. What resident windows
+goes to; in a layer with a sliding window every token sees what that reaches. A layer with latents
+makes keys and values of every head here, and all heads see the same pages. What resident windows
 would have fetched for that is simulated from the same masses.
 """
 
@@ -46,10 +47,14 @@ class PlainTiers:
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         tokens, heads, group = len(q), k.shape[1], q.shape[1] // k.shape[1]
         config = self._of.config
+        together = config.layers[layer].latent is not None
+        if together:
+            heads, group = 1, heads
         out = np.zeros((*q.shape[:2], v.shape[2]))
         for head in range(heads):
             rows = slice(head * group, (head + 1) * group)
-            scores = config.scale(layer) * np.einsum("tgd,sd->gts", q[:, rows], k[:, head])
+            own = rows if together else [head] * group  # each query head's KV head
+            scores = config.scale(layer) * np.einsum("tgd,sgd->gts", q[:, rows], k[:, own])
             if config.attn_soft_cap is not None:
                 scores = config.attn_soft_cap * np.tanh(scores / config.attn_soft_cap)
             seen = np.tri(tokens, dtype=bool)
@@ -57,7 +62,7 @@ class PlainTiers:
             if window is not None:
                 seen &= ~np.tri(tokens, k=-window, dtype=bool)
                 weights = _softmax(np.where(seen, scores, -np.inf))
-                out[:, rows] = np.einsum("gts,sd->tgd", weights, v[:, head])
+                out[:, rows] = np.einsum("gts,sgd->tgd", weights, v[:, own])
                 continue
             steps = []
             for t in range(self._prompt, tokens):
@@ -71,7 +76,7 @@ class PlainTiers:
             by_token = [self._page_mass(last[:, i], full) for i in range(last.shape[1])]
             self.observed.append(np.sum(by_token, axis=0))
             weights = _softmax(np.where(seen, scores, -np.inf))
-            out[:, rows] = np.einsum("gts,sd->tgd", weights, v[:, head])
+            out[:, rows] = np.einsum("gts,sgd->tgd", weights, v[:, own])
         return jnp.asarray(out, jnp.float32), cache
 
     def _page_mass(self, scores, full):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheConfig, KvjaxError, Place, PrefixCache, Select
+from kvjax import CacheConfig, KvjaxError, Place, Select
 from kvjax.decode import calibrate_formats
 from tests.kvjax.decode.tiny import logprobs, no_cache_logits, prompt
 
@@ -45,17 +45,12 @@ def test_scores_in_chunks_equal_one_forward(model):
 
 def test_decoding_from_all_pages_selected_equals_one_forward(model):
     ids = prompt(42, seed=3)
-    every = CacheConfig(page_size=8, select=Select("100%", by="low-rank"))
+    every = CacheConfig(page_size=8, select=Select("100%", by="low-rank"), place=Place())
     result = kvjax.generate(model, ids, max_new_tokens=6, stop_tokens=(), cache=every)
     assert_greedy(model, ids, result.tokens[0])
-    assert result.stats.bytes_per_token == 2 * 4 * (16 + 12) * 4
+    assert result.stats.bytes_per_token == 2 * (16 + 8) * 4
 
 
-def test_what_needs_keys_and_values_of_one_size_is_refused(model, tmp_path):
-    place = CacheConfig(page_size=8, select=Select("50%"), place=Place())
-    with pytest.raises(KvjaxError, match="place is given and deepseek_v3 has keys of 16 elements"):
-        kvjax.generate(model, prompt(20), max_new_tokens=4, cache=place)
-    with pytest.raises(KvjaxError, match=r"deepseek_v3 keeps latents: .* run it without prefixes"):
-        PrefixCache(tmp_path).add(model, prompt(20), cache=CACHE)
+def test_what_needs_keys_and_values_is_refused(model):
     with pytest.raises(KvjaxError, match="deepseek_v3 makes keys from latents"):
         calibrate_formats(model, prompt(20))

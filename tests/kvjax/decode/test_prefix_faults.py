@@ -24,8 +24,8 @@ LOAD = PrefixConfig(load_policy="load", budget="100%")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny.model()
+def model(request):
+    return tiny.model(getattr(request, "param", "llama"))
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +223,7 @@ def test_device_memory_that_could_not_be_updated_is_not_trusted(
     assert stats.prefix.device_hits == stats.prefix.units
 
 
+@pytest.mark.parametrize("model", ["llama", "latents"], indirect=True)
 def test_open_prefixes_make_room_for_a_new_one(tmp_path, model, ids):
     first = stored(tmp_path / "one", model, ids)
     size = first.store.segments()[0].bytes

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.resources
+import itertools
 import time
 
 import jax.numpy as jnp
@@ -28,8 +29,12 @@ LOAD = PrefixConfig(load_policy="load", budget="100%")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny.model()
+def model(request):
+    return tiny.model(getattr(request, "param", "llama"))
+
+
+BOTH = pytest.mark.parametrize("model", ["llama", "latents"], indirect=True)
+"""Of keys and values, and of latents."""
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +60,37 @@ def stored(folder, model, ids, config=LOAD, **options):
     return prefixes
 
 
+SETTINGS = [
+    {},
+    {"by": "mean"},
+    {"by": "quest", "who": "layer"},
+    {"by": "low-bit", "who": "period", "period": 2, "bits": 2},
+    {"by": "keys", "who": "period", "period": 2},
+    {"by": "h2o", "who": "layer"},
+    {"by": "impress", "who": "layer"},
+    {"by": "all"},
+    {"placement": "lru", "host_bytes": 0},
+    {"placement": "lfu", "host_bytes": 4000},
+    {"placement": "impress", "host_bytes": 20_000, "prefetch": False},
+    {"device_bytes": 1 << 20, "host_bytes": 0},
+    {"pin_host": True, "who": "layer"},
+    {"device_bytes": 9_000, "host_bytes": 9_000, "pin_host": True, "by": "h2o", "who": "layer"},
+    {"device_bytes": 9_000, "host_bytes": 9_000, "who": "period", "period": 2},
+    {"device_bytes": 20_000, "by": "keys", "who": "period", "period": 2},
+    {"device_bytes": 20_000, "by": "impress", "who": "layer", "placement": "impress"},
+]
+OF_LATENTS = [
+    {},
+    {"by": "mean", "device_bytes": 3_000, "host_bytes": 3_000, "pin_host": True},
+    {"by": "quest", "who": "period", "period": 2, "host_bytes": 0},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"by": "mean"},
-        {"by": "quest", "who": "layer"},
-        {"by": "low-bit", "who": "period", "period": 2, "bits": 2},
-        {"by": "keys", "who": "period", "period": 2},
-        {"by": "h2o", "who": "layer"},
-        {"by": "impress", "who": "layer"},
-        {"by": "all"},
-        {"placement": "lru", "host_bytes": 0},
-        {"placement": "lfu", "host_bytes": 4000},
-        {"placement": "impress", "host_bytes": 20_000, "prefetch": False},
-        {"device_bytes": 1 << 20, "host_bytes": 0},
-        {"pin_host": True, "who": "layer"},
-        {"device_bytes": 9_000, "host_bytes": 9_000, "pin_host": True, "by": "h2o", "who": "layer"},
-        {"device_bytes": 9_000, "host_bytes": 9_000, "who": "period", "period": 2},
-        {"device_bytes": 20_000, "by": "keys", "who": "period", "period": 2},
-        {"device_bytes": 20_000, "by": "impress", "who": "layer", "placement": "impress"},
-    ],
+    ("model", "changes"),
+    [*itertools.product(["llama"], SETTINGS), *itertools.product(["latents"], OF_LATENTS)],
     ids=str,
+    indirect=["model"],
 )
 def test_everything_equals_plain_prefill(tmp_path, model, ids, plain, exact, changes):
     prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, **changes))
@@ -185,6 +199,7 @@ def test_reads_bring_what_a_period_chooses_where_it_divides_the_layers():
     assert PrefixConfig(who="head").layout(16, 30, 3).heads == 1
 
 
+@BOTH
 def test_a_restart_changes_nothing(tmp_path, model, ids):
     half = dataclasses.replace(LOAD, budget="50%")
     first = answer(model, ids, stored(tmp_path, model, ids, half))
@@ -282,8 +297,14 @@ def shards(folder):
     return found
 
 
-@pytest.mark.parametrize("load_policy", ["load", "auto"])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
+@pytest.mark.parametrize(
+    ("model", "load_policy", "damage"),
+    [
+        *itertools.product(["llama"], ["load", "auto"], ["flipped", "cut", "empty", "gone"]),
+        ("latents", "load", "flipped"),
+    ],
+    indirect=["model"],
+)
 def test_damaged_pages_are_recomputed_never_attended_to(
     tmp_path, model, ids, plain, damage, load_policy
 ):

@@ -69,6 +69,7 @@ EXACT = [
     ("llama", "low-bit", None, "lookahead"),
     ("mha", "quest", 3, "lookahead"),
     ("soft_caps", "keys", 1.5, "lfu"),
+    ("latents", "low-bit", 1, "lookahead"),
 ]
 
 
@@ -221,6 +222,27 @@ def test_pages_are_kept_as_they_were_computed(times, evict):
         for got, want in zip(both, (plain.keys[layer], plain.values[layer]), strict=True):
             want = want[: full * SIZE].reshape(full, SIZE, *want.shape[1:]).swapaxes(1, 2)
             np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_few_pages_of_latents_equal_the_oracle(tmp_path):
+    """Which expands them; they are in a store, and the second time found there."""
+    of = made("latents")
+    _, prompts, given = split(LENGTHS[:1], TOKENS)
+    ids, sizes = prompts[0] + given[0], {"count": COUNTS[0], "size": SIZE}
+    want = PlainTiers(of, ids, prompt=LENGTHS[0], **sizes)
+    assert np.abs(want.logits - no_cache_logits(of, ids)[LENGTHS[0] - 1 :]).max() > 0.1
+    cache = over_tiers(times=1, store=str(tmp_path), host_bytes=0)
+    for _ in range(2):
+        (got,), stats, _ = forced_logits(of, prompts, given, cache)
+        np.testing.assert_allclose(got, want.logits, atol=1e-4, rtol=1e-4)
+        # Both halves of a page's rows, each as wide as the largest layer needs.
+        width = -(-max(sum(x.pool_dims[1:]) for x in of.spec.layers) // 2)
+        assert stats.bytes_moved == stats.misses * 2 * SIZE * width * 4
+        assert stats.slots == 5
+        window = {"slots": 5, "total": TOTAL, "held": HELD}
+        assert stats.misses == want.misses(**window)
+        assert stats.device_bytes == 5 * of.spec.bytes_per_page(SIZE)
+        assert stats.store.bytes_read == stats.store.units * 2 * SIZE * width * 4 > 0
 
 
 # Prompts in a page store.

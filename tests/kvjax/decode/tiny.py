@@ -9,6 +9,7 @@ from flax import nnx
 
 from kvjax.model import Model, from_checkpoint
 from kvjax.models import (
+    Latent,
     LayerConfig,
     ModelConfig,
     causal_attend,
@@ -50,10 +51,17 @@ CONFIGS = {
     "groups_of_3": config(attention(6, 2, 8), attention(3, 1, 16), qk_norm=True),
 }
 
+LATENTS = config(
+    LayerConfig(3, 3, 10, latent=Latent(10, 4, 14)),
+    LayerConfig(3, 3, 12, latent=Latent(13, 6, 8, normalized=False, biases=True)),
+)
+"""Layers that keep latents of two sizes; the second one as conversion makes them."""
+
 
 def model(name="llama", dtype="float32") -> Model:
     """A model with random weights, larger than usual so that its choices are not near ties."""
-    checkpoint = random_checkpoint(CONFIGS[name], seed=7)
+    made = LATENTS if name == "latents" else CONFIGS[name]
+    checkpoint = random_checkpoint(made, seed=7)
     for weight, value in checkpoint.weights.items():
         if "norm" not in weight:
             value *= 2
