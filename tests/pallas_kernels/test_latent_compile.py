@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
+from kvjax.formats import abstract_pages, named_format
 from kvjax.pallas_kernels import (
+    PackedPages,
     latent_attention,
     ragged_latent_attention,
     sparse_latent_attention,
@@ -30,6 +32,24 @@ API = {
     "ragged": ragged_latent_attention,
     "tokens": sparse_latent_attention,
 }
+
+
+def stored(pool):
+    """Bytes of a pool's arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
+
+
+def packed(name, num_pages, page_size, array, plane):
+    """Both pools in a format, by name."""
+    chosen = named_format(name).latents
+
+    def pool(packing, dim):
+        pages = abstract_pages(packing, num_pages, 1, page_size, dim)
+        pages = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), pages)
+        planes = {n: plane(x.shape, x.dtype) for n, x in pages.planes.items()}
+        return pages.with_stored({"planes": planes})
+
+    return {"latents": pool(chosen.values, LATENT), "ropes": pool(chosen.keys, ROPE)}
 
 
 def shapes(form, page_size, array, pool):
@@ -59,7 +79,9 @@ def shapes(form, page_size, array, pool):
 
 def on_tpu(latents, ropes, page_ids=None, page_tokens=None, **arguments):
     """What the public functions call on a TPU."""
-    pools = {"latents": latents[:, None], "ropes": ropes[:, None]}
+    plain = not isinstance(latents, PackedPages)
+    pools = {"latents": latents[:, None], "ropes": ropes[:, None]} if plain else {}
+    pools = pools or {"latents": latents, "ropes": ropes}
     options = {"scale": SCALE, "page_stats": False}
     if page_ids is not None:
         counts = jnp.where(page_tokens.any(axis=2), latents.shape[1], 0)
@@ -94,6 +116,25 @@ def test_compiles_for_a_tpu_without_a_copy_of_a_pool(device, form, page_size):
             assert set(made) <= {"parameter", "bitcast"}
 
 
+@pytest.mark.parametrize(("form", "name"), [("decode", "int4"), ("ragged", "int8")])
+def test_packed_pools_are_read_as_they_are_on_a_tpu(device, form, name):
+    sharding = SingleDeviceSharding(device("v5e:2x2"))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    plane = functools.partial(jax.ShapeDtypeStruct, sharding=pool_format(sharding))
+    arguments = shapes(form, 64, array, array)
+    num_pages, page_size, _ = arguments["latents"].shape
+    pools = packed(name, num_pages, page_size, array, plane)
+    compiled = jax.jit(on_tpu).lower(**arguments | pools).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < stored(pools["ropes"]) / 10
+    text = program_text(compiled)
+    assert "tpu_custom_call" in text
+    for plane in jax.tree.leaves([pool.planes for pool in pools.values()]):
+        shape = ",".join(map(str, plane.shape))
+        made = set(re.findall(rf"= \w+\[{shape}\]\S* ([\w-]+)\(", text))
+        assert not made & {"copy", "copy-start", "transpose", "fusion", "convert"}
+
+
 def test_parts_of_pages_are_read_without_a_copy_of_a_pool(device):
     """Of pages of 64 tokens a TPU reads the parts of 8 that hold a chosen one."""
     sharding = SingleDeviceSharding(device("v5e:2x2"))
@@ -124,13 +165,21 @@ def test_lowers_for_cuda(form):
     assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 1
 
 
-@pytest.mark.parametrize("form", API)
-def test_xla_copies_no_pool(form):
-    """The pools' missing axis of one head must not cost a copy, nor outputs grow with contexts."""
+@pytest.mark.parametrize(
+    ("form", "name"), [*((form, None) for form in API), ("decode", "int4"), ("ragged", "int4")]
+)
+def test_xla_copies_no_pool(form, name):
+    """The pools' missing axis of one head must not cost a copy, nor outputs grow with contexts.
+
+    Packed pools are unpacked block by block: elements would take eight times the codes' bytes.
+    """
     arguments = shapes(form, 64, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct)
+    if name is not None:
+        array = jax.ShapeDtypeStruct
+        arguments |= packed(name, *arguments["latents"].shape[:2], array, array)
     function = functools.partial(API[form], scale=SCALE, implementation="xla")
     level = {"xla_backend_optimization_level": 1}
     compiled = jax.jit(function).lower(**arguments).compile(compiler_options=level)
     ropes, queries = arguments["ropes"], arguments["q_latent"]
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < 8 * 4 * queries.size + ropes.size * ropes.dtype.itemsize / 10
+    assert temporary < 8 * 4 * queries.size + stored(ropes) / 10

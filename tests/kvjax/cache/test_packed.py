@@ -27,7 +27,17 @@ from kvjax.formats import Format, Packing, float8, int4, int8, kivi
 from kvjax.pallas_kernels import PackedPages, encoded_before
 from kvjax.spec import KVSpec, LayerSpec
 
-SPEC = KVSpec((LayerSpec.gqa(2, 8), LayerSpec.gqa(1, 8, 16), LayerSpec.gqa(2, 8, window=9)))
+SPEC = KVSpec(
+    (
+        LayerSpec.gqa(2, 8),
+        LayerSpec.gqa(1, 8, 16),
+        LayerSpec.mla(36, 6),
+        LayerSpec.gqa(2, 8, window=9),
+    )
+)
+PACKED = (0, 1, 2)
+"""Layers that formats pack."""
+
 PAGE = 16
 FORMATS = {
     "int4": int4(),
@@ -74,10 +84,16 @@ def rows(tokens, seed=0):
     random = np.random.default_rng(seed)
     keys, values = [], []
     for layer in SPEC.layers:
-        for out, dim in ((keys, layer.head_dim), (values, layer.value_dim)):
-            drawn = random.normal(size=(tokens, layer.kv_heads, dim)) * random.gamma(1, size=dim)
+        heads, *dims = layer.pool_dims
+        for out, dim in zip((keys, values), dims, strict=True):
+            drawn = random.normal(size=(tokens, heads, dim)) * random.gamma(1, size=dim)
             out.append(jnp.asarray(drawn, jnp.bfloat16))
     return keys, values
+
+
+def _pools(cache):
+    """Both pools of each layer that is packed."""
+    return [pools[layer] for layer in PACKED for pools in (cache.k_pages, cache.v_pages)]
 
 
 def starts(*counts):
@@ -133,7 +149,7 @@ def test_what_a_sequence_holds_does_not_depend_on_how_it_came(name):
     cache, _ = do_append(empty(format), *cut(given, 0, 30), starts(30))
     for token in range(30, tokens):
         cache, _ = do_step(cache, *cut(given, token, token + 1))
-    for layer in (0, 1):
+    for layer in PACKED:
         want = expected(format, layer, given, tokens)
         for got in caches:
             for x, y in zip(sequence(got, layer), want, strict=True):
@@ -143,7 +159,7 @@ def test_what_a_sequence_holds_does_not_depend_on_how_it_came(name):
     # Byte for byte, wherever pages are in use.
     for got in (*caches[1:], cache):
         assert int(encoded_lengths(got)[0]) == encoded_before(tokens, format.recent(PAGE), PAGE)
-        for old, new in zip(caches[0].k_pages[:2], got.k_pages[:2], strict=True):
+        for old, new in zip(_pools(caches[0]), _pools(got), strict=True):
             jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
@@ -157,19 +173,20 @@ def test_a_ragged_batch_has_the_bytes_of_its_sequences_alone():
     for begin, end in ((0, 12), (12, 24), (24, 36), (36, 48)):
         counts = [max(min(end, n) - begin, 0) for n in lengths]
         parts = [cut(rows(64, row), begin, begin + n) for row, n in enumerate(counts)]
-        keys = [jnp.concatenate([p[0][i] for p in parts]) for i in range(3)]
-        values = [jnp.concatenate([p[1][i] for p in parts]) for i in range(3)]
+        each = range(len(SPEC.layers))
+        keys = [jnp.concatenate([p[0][i] for p in parts]) for i in each]
+        values = [jnp.concatenate([p[1][i] for p in parts]) for i in each]
         cache, _ = do_append(cache, keys, values, starts(*counts))
     for row in range(4):
-        for layer in range(3):
+        for layer in range(len(SPEC.layers)):
             for x, y in zip(sequence(cache, layer, row), sequence(alone[row], layer), strict=True):
                 np.testing.assert_array_equal(x, y)
 
 
 def test_a_layer_with_a_window_stays_as_it_is_unless_asked():
-    assert [recent is None for recent in empty(int4()).recent] == [False, False, True]
-    every = dataclasses.replace(int4(), skip_windows=False, skip_layers=(-2,))
-    assert [recent is None for recent in empty(every).recent] == [False, True, False]
+    assert [recent is None for recent in empty(int4()).recent] == [False, False, False, True]
+    every = dataclasses.replace(int4(), skip_windows=False, skip_layers=(-3,))
+    assert [recent is None for recent in empty(every).recent] == [False, True, False, False]
 
 
 def test_no_more_tokens_stay_than_a_sequence_can_have():
@@ -219,7 +236,7 @@ def test_a_fork_shares_codes_and_copies_what_is_newest():
         [jnp.concatenate([a[:41], b[41:60]]) for a, b in zip(*p, strict=True)]
         for p in zip(given, other, strict=True)
     )
-    for layer in (0, 1):
+    for layer in PACKED:
         for row, whole in enumerate((given, mixed)):
             for x, y in zip(
                 sequence(forked, layer, row), expected(format, layer, whole, 60), strict=True
@@ -231,7 +248,7 @@ def test_pages_are_copied_with_their_scales():
     cache, _ = do_append(empty(int4()), *cut(rows(60), 0, 44), starts(44))
     source, target = cache.block_tables[0, :2], jnp.asarray([20, 24], jnp.int32)
     copied = quick(copy_pages)(cache, source, target)
-    for old, new in zip(cache.k_pages[:2], copied.k_pages[:2], strict=True):
+    for old, new in zip(_pools(cache), _pools(copied), strict=True):
         assert isinstance(new, PackedPages)
         np.testing.assert_array_equal(new.values()[20], old.values()[source[0]])
         np.testing.assert_array_equal(new.values()[:20], old.values()[:20])
@@ -252,12 +269,13 @@ def test_what_does_not_fit_changes_nothing():
     ("format", "page_size", "message"),
     [
         (kivi(2), 16, "page_size is 16: groups of 32 tokens"),
+        (kivi(2), 32, "latents have 36 elements a head: groups of 32"),
         (Format(Packing(channels=3), Packing()), 16, "keys have 8 elements a head"),
         (Format(Packing(bits=3), Packing()), 12, "need a multiple of 8"),
         (
             dataclasses.replace(int4(), skip_layers=(5,)),
             16,
-            "skip_layers has layer 5: the model has 3",
+            "skip_layers has layer 5: the model has 4",
         ),
     ],
 )
