@@ -89,7 +89,7 @@ def run(
     static = (model.graphdef, shapes)
     prompts = inputs.flat_prompts([document], shapes)
     say("compiling the document's program")
-    read, took = compiled(_read, static, model.params, prompts)
+    read, took = compiled(read_document, static, model.params, prompts)
     say(f"reading (compiled in {took:.0f} s)")
     state, hidden = jax.block_until_ready(read(model.params, prompts))
     state.reservation.check(state.cache)
@@ -240,9 +240,16 @@ def _rules(model: Model) -> Rules:
     )
 
 
-def _read(
+def read_document(
     static: tuple[Any, Shapes], params: Any, prompts: Prompts
 ) -> tuple[DecodeState, Float[Array, "T d"]]:
+    """Read one document: the state behind it, and the final hidden state at each token.
+
+    Args:
+      static: the model's graph, and the shapes of the cache.
+      params: the model's.
+      prompts: the document alone.
+    """
     graphdef, shapes = static
     decoder = nnx.merge(graphdef, params)
     width, chunk = decoder.config.hidden_size, shapes.chunk

@@ -1,13 +1,14 @@
 """A real model converted to latents: bytes a token, and what is lost before and after healing.
 
-    python -m benchmarks.latents            # about an hour on two cores; needs matplotlib
+    python -m benchmarks.latents            # over an hour on two cores; needs matplotlib
     python -m benchmarks.latents --quick
 
 SmolLM2-135M keeps keys and values of 3 heads of 64 elements a layer: 384 elements. It is converted
 to latents (`kvjax convert mla`) of 100 % and less of these bytes, judged on text that it has not
 learnt from, healed by distillation from itself, and judged again. All is learnt from Python's
 language reference, or from the files of --text; the last eighth of it judges, and so does a text of
-another kind and century, the address of 1790 that ships with kvjax.
+another kind and century, the address of 1790 that ships with kvjax. Latents are then stored in int8
+and in int4, beside keys and values in the same formats.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from collections.abc import Callable
 import numpy as np
 from rich.console import Console
 
-from benchmarks import latents_plot, needles, report
+from benchmarks import latents_formats, latents_plot, needles, report
+from benchmarks.latents_formats import KEYS_AND_VALUES, InFormat, in_formats
 from benchmarks.report import Row
 from kvjax.convert import (
     Healing,
@@ -68,6 +70,7 @@ class Point:
     healed: Judgement | None = None
     other_healed: Judgement | None = None
     heal_seconds: float = 0.0
+    in_formats: tuple[InFormat, ...] = ()
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -106,13 +109,16 @@ def main() -> int:
             measured(model, texts, other, pairs, share, options, status.update)
             for share in options.shares
         ]
+        windows = texts.held_out, other
+        plain = in_formats(model, model, KEYS_AND_VALUES, *windows, status.update)
+    packed = [*plain, *(one for point in points for one in point.in_formats)]
     document = options.docs or (None if options.quick else report.DOCUMENT)
     picture = ""
     if document:
         picture = latents_plot.draw(points, document.parent / "benchmarks" / "latents.png")
     source = "the given files" if options.text else "Python's language reference"
     report.finish(
-        rows_of(points),
+        rows_of(points) + latents_formats.rows_of(packed),
         options,
         name="latents",
         title="Keys and values made into latents",
@@ -121,7 +127,9 @@ def main() -> int:
         f"healed in {options.steps} steps of {texts.learnt.shape[1]:,} tokens (weights that "
         f"change: {options.train}); judged on {texts.held_out.size:,} other tokens of it, and on "
         f"{other.size:,} of the address of 1790, a kind of text that was not learnt from. Windows "
-        f"are texts of their own. {picture}\n\n{curve(points)}",
+        f"are texts of their own. {picture}\n\n{curve(points)}\n\nThe same stored in fewer bits, "
+        "the newest page of a window as it is, in int4 the first one too; KL of the format is from "
+        f"the same model's predictions without it.\n\n{latents_formats.table(packed)}",
     )
     return 0
 
@@ -211,8 +219,16 @@ def measured(
         other_converted=_judged(model, made.checkpoint, other),
         convert_seconds=between - began,
     )
+
+    def with_formats(point: Point, checkpoint: Checkpoint) -> Point:
+        now = from_checkpoint(checkpoint, name="latents")
+        stored = f"latents, {share:.1%} of the bytes"
+        return dataclasses.replace(
+            point, in_formats=in_formats(model, now, stored, texts.held_out, other, say)
+        )
+
     if share >= 1 or not options.steps:
-        return point
+        return with_formats(point, made.checkpoint)
     between = time.perf_counter()
     healed = heal(
         model,
@@ -221,12 +237,13 @@ def measured(
         Healing(options.steps, parts=options.train, learning_rate=options.rate),
         progress=lambda step, loss: say(f"{name}: step {step} of {options.steps}, KL {loss:.4f}"),
     ).checkpoint
-    return dataclasses.replace(
+    point = dataclasses.replace(
         point,
         heal_seconds=time.perf_counter() - between,
         healed=_judged(model, healed, texts.held_out),
         other_healed=_judged(model, healed, other),
     )
+    return with_formats(point, healed)
 
 
 def _judged(model: Model, checkpoint: Checkpoint, windows: np.ndarray) -> Judgement:

@@ -69,6 +69,7 @@ def judged(
     windows: Int32[np.ndarray, "n W"],
     *,
     states: Float32[np.ndarray, "n W d"] | None = None,
+    other_states: Float32[np.ndarray, "n W d"] | None = None,
 ) -> Judgement:
     """Compare two models' predictions.
 
@@ -77,10 +78,12 @@ def judged(
       other: with the same vocabulary.
       windows: token ids.
       states: the original's `final_states`, if they are known.
+      other_states: the other's, if they are known, or what came of them through a cache.
     """
     exact = final_states(original, windows) if states is None else states
+    others = final_states(other, windows) if other_states is None else other_states
     found = []
-    for window, mine, theirs in zip(windows, exact, final_states(other, windows), strict=True):
+    for window, mine, theirs in zip(windows, exact, others, strict=True):
         given = (original.params, other.params, mine, theirs, jnp.asarray(window, jnp.int32))
         program, _ = compiled(_compared, (original.graphdef, other.graphdef), *given)
         found.append(np.asarray(program(*given), np.float64))

@@ -1,12 +1,18 @@
 """The benchmark of latents: sizes, rows and aims."""
 
 import dataclasses
+import math
 
-from benchmarks import latents
+import numpy as np
+import pytest
+
+import kvjax
+from benchmarks import latents, latents_formats
 from kvjax.convert import Judgement
+from kvjax.formats import int4
 from kvjax.model import from_checkpoint
-from kvjax.models import random_checkpoint
-from tests.kvjax.decode.tiny import config
+from kvjax.models import Latent, LayerConfig, random_checkpoint
+from tests.kvjax.decode.tiny import config, prompt
 
 GOOD = Judgement(kl=0.01, perplexity=10.2, original_perplexity=10.0, agreement=0.9, tokens=100)
 BAD = dataclasses.replace(GOOD, kl=0.3, perplexity=12.0)
@@ -40,3 +46,24 @@ def test_quick_is_one_size_and_two_steps():
     options = latents.parse(["--quick"])
     assert (tuple(options.shares), options.steps) == ((0.5,), 2)
     assert latents.parse([]).shares == latents.SHARES
+
+
+def test_what_is_judged_in_a_format_is_what_is_scored_in_it(monkeypatch):
+    monkeypatch.setattr(latents_formats, "FORMATS", ("int4",))
+    layer = LayerConfig(4, 4, 12, latent=Latent(12, 4, 8))
+    original, model = (
+        from_checkpoint(random_checkpoint(made, seed=7), name="tiny")
+        for made in (config(), config(layer, layer))
+    )
+    windows = np.asarray([prompt(80)], np.int32)
+    (found,) = latents_formats.in_formats(original, model, "latents", windows, windows, str)
+    cache = kvjax.CacheConfig(format="int4")
+    score = kvjax.score(model, windows[0].tolist(), cache=cache)
+    assert found.judged.perplexity == pytest.approx(score.perplexity, rel=1e-4)
+    assert found.bytes == score.stats.bytes_per_token == int4().bytes_per_token(model.spec, 16)
+    assert found.share == found.bytes / (2 * 2 * 2 * 8 * 2)  # bytes in bfloat16
+    assert found.judged.kl > found.added > 0
+    rows = latents_formats.rows_of([found])
+    assert [row.metric for row in rows[-2:]] == ["KL", "KL of the format alone"]
+    assert not math.isnan(rows[-1].ours)
+    assert "| latents | int4 |" in latents_formats.table([found])
