@@ -172,34 +172,38 @@ class SequencePages:
         self._count(began)
         return number
 
-    def collect(self, ticket: int, layer: int, ids: Ids, *, first_row: int = 0) -> NDArray[Any]:
-        """Pages, for each KV head its own.
+    def collect(
+        self,
+        ticket: int,
+        layer: int,
+        ids: Ids,
+        *,
+        out: tuple[NDArray[Any], NDArray[Any]],
+        first_row: int = 0,
+    ) -> None:
+        """Hand out pages, to each KV head its own.
 
         Args:
           ticket: as `issue` returned it; anything if no row has pages in a store.
           layer: as `issue` was given it.
           ids: int32 [b, Hkv, k], the first k of what `issue` was given; the rest was no page.
+          out: where keys and values go, [b, k, Hkv, P, D] each. What `ids` names no page for stays
+            as it is; all of a row is NaN once something of it has failed. A read that fails or is
+            late is made once more first.
           first_row: as `issue` was given it.
-
-        Returns:
-          [2, b, k, Hkv, P, D], keys and values; zero where `ids` names no page, and NaN in all of a
-          row once something of it has failed. A read that fails or is late is made once more first.
         """
         began, moved = time.perf_counter(), 0
-        rows, heads, count = ids.shape
-        out = np.zeros((2, rows, count, heads, *self._page), self._dtype)
         tickets = self._tickets.pop(ticket, {})
-        for offset, row in enumerate(range(first_row, first_row + rows)):
+        for row, own, *pages in zip(range(first_row, first_row + len(ids)), ids, *out, strict=True):
             if row not in self.failures:
                 try:
-                    own = ids[offset]
-                    moved += self._fill(out[:, offset], layer, row, own, tickets.get(row))
+                    moved += self._fill(pages, layer, row, own, tickets.get(row))
                 except Exception as error:  # noqa: BLE001  a callback must not raise
                     self.failures[row] = error
             if row in self.failures:
-                out[:, offset] = _nothing(self._dtype)
+                for each in pages:
+                    each[...] = _nothing(self._dtype)
         self._count(began, moved)
-        return out
 
     def _count(self, began: float, moved: int = 0) -> None:
         """Parts of a batch may be collected at the same time."""
@@ -207,13 +211,15 @@ class SequencePages:
             self.seconds += time.perf_counter() - began
             self.bytes_moved += moved * self._page_bytes
 
-    def _fill(self, out: NDArray[Any], layer: int, row: int, ids: Ids, ticket: int | None) -> int:
-        """Put a sequence's pages, ids [Hkv, k], into out [2, k, Hkv, P, D]; returns how many."""
+    def _fill(
+        self, out: list[NDArray[Any]], layer: int, row: int, ids: Ids, ticket: int | None
+    ) -> int:
+        """Put a sequence's pages, ids [Hkv, k], where keys and values go; returns how many."""
         held = self._rows[row]
         head, column = np.nonzero((ids >= held.first) & (ids < self._pages))
         at = ids[head, column] - held.first
-        for kind in range(2):
-            out[kind, column, head] = held.layers[layer][kind, head, at]
+        for kind, pages in enumerate(out):
+            pages[column, head] = held.layers[layer][kind, head, at]
         moved = len(head)
         if held.reader is not None and ticket is not None:
             head, column = np.nonzero((ids >= 0) & (ids < held.first))
@@ -222,8 +228,8 @@ class SequencePages:
             except Exception:  # noqa: BLE001  if it was not to be, the second read says so
                 units = _units(layer, head, ids[head, column])
                 got = held.reader.collect(held.reader.issue(units, demand=True))
-            for kind in range(2):
-                out[kind, column, head] = got[:, 0, 0, kind]
+            for kind, pages in enumerate(out):
+                pages[column, head] = got[:, 0, 0, kind]
             moved += len(head)
         return moved
 

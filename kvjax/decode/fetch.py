@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
+from kvjax.decode.host_calls import call_host
 from kvjax.storage.handles import held
 
 
@@ -37,9 +36,8 @@ def issue(
     Returns:
       A ticket for `collect`.
     """
-    start = functools.partial(_issue, layer)
-    ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), handle, ids, worth)
-    return ticket
+    results = (jax.ShapeDtypeStruct((), jnp.int32),)
+    return call_host(functools.partial(_issue, layer), results, handle, ids, *(worth or ()))[0]
 
 
 def issue_missing(
@@ -63,7 +61,7 @@ def issue_missing(
         jax.ShapeDtypeStruct(ids.shape, jnp.bool_),
     )
     start = functools.partial(_issue_missing, layer)
-    ticket, found, missing = io_callback(start, shapes, handle, ids, worth)
+    ticket, found, missing = call_host(start, shapes, handle, ids, *worth)
     return ticket, found, missing
 
 
@@ -94,27 +92,33 @@ def collect(
     kinds = 1 if to_choose else 2
     pages = jax.ShapeDtypeStruct((kinds, count, heads, *page.shape), page.dtype)
     wait = functools.partial(_collect, layer, to_choose)
-    both: Array = io_callback(wait, pages, handle, ticket, ids)
-    return both
+    return call_host(wait, (pages,), handle, ticket, ids)[0]
 
 
-def _issue(layer: int, handle: Any, ids: Any, worth: Worth | None) -> np.int32:
+def _issue(
+    layer: int, ticket: Any, handle: Any, ids: Any, mass: Any = None, important: Any = None
+) -> None:
     reads = held(int(handle))
-    if worth is None:
-        return np.int32(reads.issue(layer, np.asarray(ids), to_choose=True))
-    mass, important = np.asarray(worth.mass), np.asarray(worth.important)
-    return np.int32(reads.issue(layer, np.asarray(ids), mass=mass, important=important))
+    if mass is None:
+        ticket[...] = reads.issue(layer, ids, to_choose=True)
+    else:
+        ticket[...] = reads.issue(layer, ids, mass=mass, important=important)
 
 
-def _issue_missing(layer: int, handle: Any, ids: Any, worth: Worth) -> tuple[Any, Any, Any]:
-    reads = held(int(handle))
-    mass, important = np.asarray(worth.mass), np.asarray(worth.important)
-    ticket, rows, missing = reads.issue_missing(
-        layer, np.asarray(ids), mass=mass, important=important
+def _issue_missing(
+    layer: int,
+    ticket: Any,
+    rows: Any,
+    missing: Any,
+    handle: Any,
+    ids: Any,
+    mass: Any,
+    important: Any,
+) -> None:
+    ticket[...], rows[...], missing[...] = held(int(handle)).issue_missing(
+        layer, ids, mass=mass, important=important
     )
-    return np.int32(ticket), rows, missing
 
 
-def _collect(layer: int, to_choose: bool, handle: Any, ticket: Any, ids: Any) -> Any:
-    reads = held(int(handle))
-    return reads.collect(int(ticket), layer, np.asarray(ids), to_choose=to_choose)
+def _collect(layer: int, to_choose: bool, pages: Any, handle: Any, ticket: Any, ids: Any) -> None:
+    pages[...] = held(int(handle)).collect(int(ticket), layer, ids, to_choose=to_choose)

@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float32, Int32, Num
 
+from kvjax.decode.host_calls import call_host, writes_in_place
 from kvjax.storage.handles import held
 
-_INT = jax.ShapeDtypeStruct((), jnp.int32)
+_INT = (jax.ShapeDtypeStruct((), jnp.int32),)
 
 
 def put_prompt(
@@ -37,10 +36,8 @@ def put_prompt(
       keys: [n, Hkv, P, D], from page 0, or the bytes that are kept of them.
       values: as keys.
     """
-    done: Array = io_callback(
-        functools.partial(_put, layer), _INT, handle, written, row, keys, values
-    )
-    return done
+    put = functools.partial(_put, layer)
+    return call_host(put, _INT, handle, written, row, keys, values)[0]
 
 
 def put_filled(
@@ -61,10 +58,8 @@ def put_filled(
       keys: [B, Hkv, P, D], or bytes.
       values: as keys.
     """
-    done: Array = io_callback(
-        functools.partial(_append, layer), _INT, handle, written, page, keys, values
-    )
-    return done
+    append = functools.partial(_append, layer)
+    return call_host(append, _INT, handle, written, page, keys, values)[0]
 
 
 def issue(
@@ -87,8 +82,7 @@ def issue(
       first_row: which sequence the first row of `ids` is.
     """
     begin = functools.partial(_issue, layer, first_row)
-    ticket: Array = io_callback(begin, _INT, handle, written, ids, worth)
-    return ticket
+    return call_host(begin, _INT, handle, written, ids, worth)[0]
 
 
 def collect(
@@ -100,8 +94,12 @@ def collect(
     page: jax.ShapeDtypeStruct,
     *,
     first_row: int = 0,
-) -> Num[Array, "two B K Hkv P D"]:
-    """Wait for a ticket's pages: as many as the next of a few sizes, K, K/2, K/4, K/8 or none.
+    after: tuple[Array, ...] = (),
+) -> tuple[Num[Array, "B K Hkv P D"], Num[Array, "B K Hkv P D"]]:
+    """Wait for a ticket's pages.
+
+    Where they are copied to a device they are as many as the next of a few sizes, K, K/2, K/4, K/8
+    or none.
 
     Args:
       handle: of the open `SequencePages`.
@@ -111,43 +109,65 @@ def collect(
       missing: bool [B, Hkv, K], which of them are pages.
       page: [P, D], shape and dtype of one head's page, or of its bytes.
       first_row: as given to `issue`.
+      after: what must have been computed before anybody waits. A barrier says no such thing: on
+        CPUs none is left when XLA decides what runs first.
 
     Returns:
-      Keys and values; zero where `ids` names no page.
+      Keys and values; anything where `ids` names no page.
     """
     batch, heads, room = ids.shape
     most = jnp.max(jnp.sum(missing, axis=2, dtype=jnp.int32))
-    sizes = sorted({0, -(-room // 8), -(-room // 4), -(-room // 2), room})
+    parts = () if writes_in_place() else (-(-room // 8), -(-room // 4), -(-room // 2))
+    sizes = sorted({0, *parts, room})
 
-    def transfer(size: int) -> Array:
-        shape = (2, batch, room, heads, *page.shape)
+    def transfer(size: int) -> tuple[Array, Array]:
+        rest = (heads, *page.shape)
         if not size:
-            return jnp.zeros(shape, page.dtype)
-        wanted = jax.ShapeDtypeStruct((2, batch, size, *shape[3:]), page.dtype)
+            nothing = jnp.zeros((batch, room, *rest), page.dtype)
+            return nothing, nothing
+        wanted = jax.ShapeDtypeStruct((batch, size, *rest), page.dtype)
         wait = functools.partial(_collect, layer, first_row)
-        got: Array = io_callback(wait, wanted, handle, ticket, ids[:, :, :size])
-        return jnp.pad(got, ((0, 0), (0, 0), (0, room - size), (0, 0), (0, 0), (0, 0)))
+        keys, values = call_host(wait, (wanted, wanted), handle, ticket, ids[:, :, :size], *after)
+        padding = ((0, 0), (0, room - size), (0, 0), (0, 0), (0, 0))
+        return jnp.pad(keys, padding), jnp.pad(values, padding)
 
-    index = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), most).astype(jnp.int32)
-    both: Array = lax.switch(index, [lambda size=size: transfer(size) for size in sizes])
+    index = jnp.sum(jnp.asarray(sizes, jnp.int32) < most, dtype=jnp.int32)
+    both: tuple[Array, Array] = lax.switch(
+        index, [lambda size=size: transfer(size) for size in sizes]
+    )
     return both
 
 
-def _put(layer: int, handle: Any, written: Any, row: Any, keys: Any, values: Any) -> np.int32:
-    held(int(handle)).put(layer, int(row), np.asarray(keys), np.asarray(values))
-    return np.int32(int(written) + 1)
+def _put(
+    layer: int, number: Any, handle: Any, written: Any, row: Any, keys: Any, values: Any
+) -> None:
+    held(int(handle)).put(layer, int(row), keys, values)
+    number[...] = written + 1
 
 
-def _append(layer: int, handle: Any, written: Any, page: Any, keys: Any, values: Any) -> np.int32:
-    held(int(handle)).append(layer, np.asarray(page), np.asarray(keys), np.asarray(values))
-    return np.int32(int(written) + 1)
+def _append(
+    layer: int, number: Any, handle: Any, written: Any, page: Any, keys: Any, values: Any
+) -> None:
+    held(int(handle)).append(layer, page, keys, values)
+    number[...] = written + 1
 
 
-def _issue(layer: int, first_row: int, handle: Any, written: Any, ids: Any, worth: Any) -> np.int32:
+def _issue(
+    layer: int, first_row: int, ticket: Any, handle: Any, written: Any, ids: Any, worth: Any
+) -> None:
     del written
-    pages = held(int(handle))
-    return np.int32(pages.issue(layer, np.asarray(ids), np.asarray(worth), first_row=first_row))
+    ticket[...] = held(int(handle)).issue(layer, ids, worth, first_row=first_row)
 
 
-def _collect(layer: int, first_row: int, handle: Any, ticket: Any, ids: Any) -> Any:
-    return held(int(handle)).collect(int(ticket), layer, np.asarray(ids), first_row=first_row)
+def _collect(
+    layer: int,
+    first_row: int,
+    keys: Any,
+    values: Any,
+    handle: Any,
+    ticket: Any,
+    ids: Any,
+    *after: Any,
+) -> None:
+    del after
+    held(int(handle)).collect(int(ticket), layer, ids, out=(keys, values), first_row=first_row)

@@ -105,10 +105,12 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
                 q, ticket = lax.optimization_barrier((q, ticket))
                 tickets.append(ticket)
         chosen = jax.tree.map(lambda *x: jnp.concatenate(x) if x[1:] else x[0], *selected)
-        tickets = lax.optimization_barrier(tickets)  # none is waited for before all are asked for
+        near_by = _attend_near(step, layer, q, cache, chosen)
+        # None is waited for before all are asked for, and before all that is near is attended to.
+        after = (*tickets, near_by.lse)
         fetched = None
         parts = [
-            _attend_near(step, layer, q, cache, chosen),
+            near_by,
             attend_token(step.config, layer, q, shapes.scored(k, v), v),
         ]
         index = shapes.index_of(layer)
@@ -127,7 +129,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
             )
         if shapes.fetches:
             collected = [
-                _collected(step, layer, cache, some, ticket, rows)
+                _collected(step, layer, cache, some, ticket, rows, after)
                 for some, ticket, rows in zip(selected, tickets, micro_batches, strict=True)
             ]
             keys, values = zip(*collected, strict=True)
@@ -271,14 +273,24 @@ def _collected(
     chosen: _Selected,
     ticket: Int32[Array, ""],
     rows: slice,
+    after: tuple[Array, ...],
 ) -> Pages:
     """The missing pages as a pool: page j of row b is b x K + j."""
     page = jax.ShapeDtypeStruct(*page_shape(step.shapes))
     wanted = chosen.missing < step.shapes.pages
     at = step.shapes.leaving.index(layer)
-    both = collect(cache.handle, ticket, at, chosen.missing, wanted, page, first_row=rows.start)
-    both = both.reshape(2, -1, *both.shape[3:])
-    pages = back(step.shapes, layer, both[0], both[1])
+    both = collect(
+        cache.handle,
+        ticket,
+        at,
+        chosen.missing,
+        wanted,
+        page,
+        first_row=rows.start,
+        after=after,
+    )
+    keys, values = (pages.reshape(-1, *pages.shape[2:]) for pages in both)
+    pages = back(step.shapes, layer, keys, values)
     return instead(cache.sinks[layer], rows, chosen.missing, pages)
 
 

@@ -60,8 +60,8 @@ def sparse_paged_attention_xla(
         chosen = None if chosen is None else chosen.reshape(*lists, page_size)
         sink_logits = None if sink_logits is None else jnp.tile(sink_logits, together)
     batch, kv_heads, width = page_ids.shape
-    pages = max(1, min(BLOCK_TOKENS // page_size, width))  # pages a block
-    columns = -(-width // pages)
+    columns = -(-width // max(1, BLOCK_TOKENS // page_size))
+    pages = -(-width // columns)  # a block, which are about equal
 
     def by_block(lists: Shaped[Array, "B Hkv K *P"]) -> Shaped[Array, "blocks Hkv pages *P"]:
         rest = lists.shape[3:]

@@ -26,16 +26,21 @@ def worth_of(ids):
     return np.zeros(ids.shape, np.float32)
 
 
+def collected(pages, ticket, layer, ids, before=0):
+    """[2, B, k, Hkv, P, D], of which what is not handed out is as before."""
+    out = np.full((2, len(ids), ids.shape[2], H, P, D), before, pages.in_memory(0, 0)[0].dtype)
+    pages.collect(ticket, layer, ids, out=tuple(out))
+    return out
+
+
 def assert_collects(pages, held, layer, ids):
     """`held` is [2, B, N, Hkv, P, D]."""
     before = pages.bytes_moved
-    got = pages.collect(pages.issue(layer, ids, worth_of(ids)), layer, ids)
-    assert got.shape == (2, B, ids.shape[2], H, P, D)
-    assert got.dtype == held.dtype
+    got = collected(pages, pages.issue(layer, ids, worth_of(ids)), layer, ids, before=7)
     moved = 0
     for b, h, k in np.ndindex(ids.shape):
         page, is_page = ids[b, h, k], 0 <= ids[b, h, k] < N
-        want = held[:, b, page, h] if is_page else np.zeros((2, P, D), held.dtype)
+        want = held[:, b, page, h] if is_page else np.full((2, P, D), 7, held.dtype)
         np.testing.assert_array_equal(got[:, b, k, h], want)
         moved += is_page
     assert pages.bytes_moved - before == moved * 2 * P * D * held.dtype.itemsize
@@ -90,10 +95,10 @@ def test_what_was_handed_out_does_not_change():
     pages = make()
     ids = np.zeros((B, H, 1), np.int32)
     pages.put(0, 0, *np.ones((2, 1, H, P, D), np.float32))
-    got = pages.collect(1, 0, ids)
+    got = collected(pages, 1, 0, ids)
     pages.append(0, np.zeros(B, np.int32), *np.full((2, B, H, P, D), 9, np.float32))
     assert (got[:, 0] == 1).all()
-    assert (pages.collect(2, 0, ids) == 9).all()
+    assert (collected(pages, 2, 0, ids) == 9).all()
 
 
 def test_what_was_given_may_change_afterwards():
@@ -102,7 +107,7 @@ def test_what_was_given_may_change_afterwards():
     given = np.ones((2, 1, H, P, D), np.float32)
     pages.put(0, 1, *given)
     given[:] = 5
-    assert (pages.collect(1, 0, np.zeros((B, H, 1), np.int32))[:, 1] == 1).all()
+    assert (collected(pages, 1, 0, np.zeros((B, H, 1), np.int32))[:, 1] == 1).all()
 
 
 def test_tickets_differ():
@@ -115,10 +120,10 @@ def test_tickets_differ():
 
 def test_no_page_moves_nothing():
     pages = make()
-    got = pages.collect(1, 0, np.full((B, H, 2), N, np.int32))
-    assert (got == 0).all()
+    got = collected(pages, 1, 0, np.full((B, H, 2), N, np.int32), before=7)
+    assert (got == 7).all()
+    collected(pages, 1, 0, np.zeros((B, H, 0), np.int32))
     assert pages.bytes_moved == 0
-    assert pages.collect(1, 0, np.zeros((B, H, 0), np.int32)).shape == (2, B, 0, H, P, D)
 
 
 def test_bytes_held_are_of_all_there_is_room_for():
@@ -159,14 +164,14 @@ def test_a_failure_is_kept_and_read_as_nan(call):
     calls = {
         "put": lambda: pages.put(1, 0, *both),
         "append": lambda: pages.append(1, np.zeros(B, np.int32), *both),
-        "collect": lambda: pages.collect(1, 1, ids),
+        "collect": lambda: collected(pages, 1, 1, ids),
     }
     calls[call]()
     assert isinstance(pages.failures[0], OSError)
     first = pages.failures[0]
     break_layer(pages, 1, "another")
     pages.put(1, 0, *both)
-    got = pages.collect(1, 1, ids)
+    got = collected(pages, 1, 1, ids)
     assert got.shape == (2, B, 2, H, P, D)
     assert np.isnan(got).all()
     assert pages.failures[0] is first
@@ -178,7 +183,7 @@ def test_values_that_fail_after_keys_read_as_nan_too():
     pages = make()
     pages.put(0, 0, *np.ones((2, 1, H, P, D), np.float32))
     break_layer(pages, 0, kinds=(1,))
-    assert np.isnan(pages.collect(1, 0, np.zeros((B, H, 1), np.int32))).all()
+    assert np.isnan(collected(pages, 1, 0, np.zeros((B, H, 1), np.int32))).all()
     assert isinstance(pages.failures[0], OSError)
 
 
@@ -188,7 +193,7 @@ def test_a_layer_that_is_not_there_does_not_raise(layer):
     both = np.ones((2, B, H, P, D), np.float32)
     pages.put(layer, 0, *both)
     pages.append(layer, np.zeros(B, np.int32), *both)
-    assert np.isnan(pages.collect(1, layer, ids)).all()
+    assert np.isnan(collected(pages, 1, layer, ids)).all()
     assert all(isinstance(pages.failures[row], IndexError) for row in range(B))
 
 
@@ -276,7 +281,7 @@ def test_only_as_many_columns_are_collected_as_hold_pages(stored):
     ids[:, :, 0], ids[0, 1, 1] = 1, 3
     tickets = [pages.issue(layer, ids, worth_of(ids)) for layer in (0, 1)]
     for layer, ticket in reversed(list(enumerate(tickets))):
-        got = pages.collect(ticket, layer, ids[:, :, :2])
+        got = collected(pages, ticket, layer, ids[:, :, :2])
         np.testing.assert_array_equal(got[:, :, 0], held[layer, :, :, 1])
         np.testing.assert_array_equal(got[:, 0, 1, 1], held[layer, :, 0, 3, 1])
     assert not pages.failures
@@ -303,9 +308,9 @@ def test_a_reader_that_fails_is_one_row_less(stored, monkeypatch, call):
     ids = np.zeros((B, H, 1), np.int32)
     with monkeypatch.context() as patch:
         patch.setattr(readers[2], call, broken)
-        first = pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)
+        first = collected(pages, pages.issue(0, ids, worth_of(ids)), 0, ids)
     asked = len(readers[2].touched)
-    second = pages.collect(pages.issue(0, ids, worth_of(ids)), 0, ids)
+    second = collected(pages, pages.issue(0, ids, worth_of(ids)), 0, ids)
     for got in (first, second):
         assert np.isnan(got[:, 2]).all()
         np.testing.assert_array_equal(got[:, :2, 0], held[0, :, :2, 0])
@@ -334,7 +339,7 @@ def test_a_row_that_cannot_be_written_is_one_row_less():
     both = np.ones((2, B, H, P, D), np.float32)
     pages._rows[1].layers[0] = Broken(pages._rows[1].layers[0], "disk on fire")
     pages.append(0, np.zeros(B, np.int32), *both)
-    got = pages.collect(1, 0, np.zeros((B, H, 1), np.int32))
+    got = collected(pages, 1, 0, np.zeros((B, H, 1), np.int32))
     assert np.isnan(got[:, 1]).all()
     assert (got[:, [0, 2]] == 1).all()
     assert list(pages.failures) == [1]

@@ -58,9 +58,9 @@ def test_every_part_is_asked_for_before_any_is_waited_for(tmp_path, monkeypatch)
     calls = []
 
     def noted(name, method):
-        def call(pages, *arguments, first_row=0):
+        def call(pages, *arguments, first_row=0, **options):
             calls.append((name, first_row))
-            return method(pages, *arguments, first_row=first_row)
+            return method(pages, *arguments, first_row=first_row, **options)
 
         return call
 
