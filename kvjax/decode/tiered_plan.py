@@ -100,13 +100,8 @@ def _check_format(page_format: Format, spec: KVSpec) -> None:
     """Refuse what a format says and pages over tiers have not.
 
     Raises:
-      KvjaxError: it says such a thing, or the pages hold latents.
+      KvjaxError: it says such a thing.
     """
-    if any(layer.kind == "mla" for layer in spec.layers):
-        raise KvjaxError(
-            "format and select are given and the model keeps latents: pages of these leave the "
-            "device as the model made them; leave out format, or select"
-        )
     if any(page_format.layer(spec, layer) is None for layer in selecting_layers(spec)):
         raise KvjaxError(
             f"format.skip_layers is {page_format.skip_layers} and select is given: all layers' "

@@ -14,6 +14,9 @@ from kvjax import CacheConfig, KvjaxError
 from kvjax.formats import NAMED, Format, StaticFloat8, int4, int8
 from kvjax.formats.constant import Constant
 from kvjax.pallas_kernels import encoded_before
+from kvjax.policies import Place, Select, Window
+from tests.kvjax.decode import tiny
+from tests.kvjax.decode.forced import forced_logits
 from tests.kvjax.decode.test_latent_pages import model, paged_logits
 from tests.kvjax.decode.tiny import logprobs, prompt
 from tests.pallas_kernels.latent_conformance import unpacked
@@ -107,6 +110,30 @@ def test_steps_and_forks_are_those_of_numpy():
         whole = [*ids, *rest]
         want = oracle.logits(np.pad(whole, (0, 56 - len(whole))))[: len(whole)]
         np.testing.assert_allclose(logits, want, atol=1e-4)
+
+
+def test_steps_over_tiers_are_those_of_numpy():
+    """A prompt is seen as it was made; after it, full pages behind the first two are codes."""
+    of, format = tiny.model("latents"), dataclasses.replace(int4(), sinks=9)
+    ids, length, page = prompt(64), 41, 8
+    cache = CacheConfig(
+        page_size=page,
+        format=format,
+        select=Select("100%", "keys"),
+        window=Window(0),
+        place=Place(),
+    )
+    (got,), stats, _ = forced_logits(of, [ids[:length]], [ids[length:]], cache)
+    oracle, position = Oracle(of, format, 64, page), np.arange(64)
+    full = position[:, None] // page * page
+    oracle.coded = (position >= 16) & (position < full) & (position[:, None] >= length)
+    want = oracle.logits(ids)[length - 1 :]
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    oracle.coded = np.zeros_like(oracle.coded)
+    assert np.abs(oracle.logits(ids)[length - 1 :] - want).max() > 0.1
+    # The larger layer's latents and position keys, of 13 and 6 elements: 4-bit codes, a scale and
+    # a middle a channel, two units each: 122 bytes, in 8 rows of 16.
+    assert stats.bytes_moved == 128 * stats.misses > 0
 
 
 def test_what_a_page_takes():
