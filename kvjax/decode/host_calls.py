@@ -46,7 +46,7 @@ def call_host(
     def filling(context: Any, out: Any, *arguments: Any) -> None:
         del context
         # The arguments' memory is the program's, which puts other things there later.
-        function(*map(np.asarray, out), *(np.asarray(each).copy() for each in arguments))
+        function(*map(np.asarray, out), *(np.array(np.asarray(each)) for each in arguments))
 
     filled: tuple[Array, ...] = buffer_callback(filling, results, has_side_effect=True)(*arguments)
     return filled
