@@ -178,7 +178,9 @@ def test_what_a_model_with_an_indexer_has_not_is_refused(model, tmp_path):
     refused("tiny chooses tokens by", select=Select("50%"), place=Place())
     refused("format packs layer 0, which chooses tokens by an indexer", format="int8")
     refused("attention='gpu' cannot run: it needs an NVIDIA GPU", attention="gpu")
-    with pytest.raises(KvjaxError, match="tiny chooses tokens by an indexer, .* run it without prefixes"):
+    with pytest.raises(
+        KvjaxError, match="tiny chooses tokens by an indexer, .* run it without prefixes"
+    ):
         PrefixCache(tmp_path).add(model, ids, cache=CACHE)
     with pytest.raises(KvjaxError, match="index_dtype is 'int8': must be one of fp8, fp4, float8"):
         CacheConfig(index_dtype="int8")
