@@ -179,7 +179,7 @@ def test_what_a_model_with_an_indexer_has_not_is_refused(model, tmp_path):
     refused("format packs layer 0, which chooses tokens by an indexer", format="int8")
     refused("attention='gpu' cannot run: it needs an NVIDIA GPU", attention="gpu")
     with pytest.raises(
-        KvjaxError, match="tiny chooses tokens by an indexer, .* run it without prefixes"
+        KvjaxError, match=r"tiny chooses tokens by an indexer, .* run it without prefixes"
     ):
         PrefixCache(tmp_path).add(model, ids, cache=CACHE)
     with pytest.raises(KvjaxError, match="index_dtype is 'int8': must be one of fp8, fp4, float8"):
