@@ -61,7 +61,8 @@ def calibrate_formats(
     if any(layer.latent is not None for layer in model.config.layers):
         raise KvjaxError(
             f"{model.name} makes keys from latents and rotates only a part of each: levels are "
-            f"measured of keys that are rotated whole; name a format that is not calibrated"
+            f"measured of keys that are rotated whole; take a format that needs no calibration, "
+            f"such as 'int8' or 'int4'"
         )
     most = check_integer("tokens", tokens, LEAST_TOKENS)
     rows = texts_as_ids(model, texts, most)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.cache import pool_bytes
 from kvjax.decode.inputs import empty_cache
@@ -69,11 +70,11 @@ class Meter:
         if isinstance(shapes, TieredShapes):
             assert tiers is not None
             cache_bytes = {shapes.spec.dtype: tiers.device_bytes}
-            if shapes.format is not None:
-                packed = selecting(shapes.spec)
-                pages = 2 * sum(layer.pool_dims[0] for layer in packed.layers)
-                token_bytes -= packed.bytes_per_token
-                token_bytes += pages * math.prod(page_shape(shapes)[0]) / shapes.page_size
+            if shapes.format is not None or shapes.fetches:
+                sent, (page, dtype) = selecting(shapes.spec), page_shape(shapes)
+                pages = 2 * sum(layer.pool_dims[0] for layer in sent.layers)
+                token_bytes -= sent.bytes_per_token
+                token_bytes += pages * math.prod(page) * jnp.dtype(dtype).itemsize / page[0]
         else:
             cache_bytes = pool_bytes(jax.eval_shape(lambda: empty_cache(shapes)))
             if shapes.format is not None:

@@ -13,7 +13,10 @@ import pytest
 
 from kvjax.config import CacheConfig
 from kvjax.decode import Sampling, generate
+from kvjax.decode.meter import Meter
 from kvjax.decode.program import compilations
+from kvjax.decode.results import TierStats
+from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.errors import KvjaxError
 from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
@@ -245,6 +248,25 @@ def test_few_pages_of_latents_equal_the_oracle(tmp_path):
         assert stats.misses == want.misses(**window)
         assert stats.device_bytes == 5 * of.spec.bytes_per_page(SIZE)
         assert stats.store.bytes_read == stats.store.units * 2 * SIZE * width * 4 > 0
+
+
+@pytest.mark.parametrize(("times", "elements"), [(None, 14 + 19), (1, 2 * 2 * 10)])
+def test_a_token_of_latents_takes_what_is_kept_of_it(times, elements):
+    """Away from the device, of every layer two halves of the larger one's row."""
+    shapes, _ = tiered_plan(made("latents"), LENGTHS[:1], TOKENS, over_tiers(times=times))
+    tiers = TierStats(
+        pages_chosen=1,
+        slots=5,
+        least_slots=5,
+        reads=0,
+        misses=0,
+        bytes_moved=0,
+        index_bytes=0,
+        device_bytes=0,
+        host_bytes=0,
+    )
+    stats = Meter().stats(shapes, prompt_tokens=9, new_tokens=1, pages_used=2, tiers=tiers)
+    assert stats.bytes_per_token == elements * 4
 
 
 # Prompts in a page store.
