@@ -121,14 +121,11 @@ class CacheConfig:
                 "place.codec is 'splitzip' and format is given: it encodes bfloat16 numbers, and "
                 "pages of a format are bytes; take 'zstd', 'blosc' or 'none'"
             )
-        if self.format is not None and place is not None:
-            for name in ("keep_generated", "order"):
-                if getattr(place, name) != getattr(Place, name):
-                    raise KvjaxError(
-                        f"format is given and place.{name} is {getattr(place, name)!r}: pages of a "
-                        f"format are stored in the order of their positions, those of the prompt "
-                        f"only; leave out one of them"
-                    )
+        if self.format is not None and place is not None and place.keep_generated:
+            raise KvjaxError(
+                "format is given and place.keep_generated is True: of a format only the "
+                "prompt's pages are stored; leave out one of them"
+            )
         if place is not None and place.hot_exact and self.format is None:
             raise KvjaxError(
                 "place.hot_exact is True and format is None: without a format every page is exact; "

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from kvjax.decode.opening import IN_PLACE
 from kvjax.decode.results import TierStats
 from kvjax.decode.step import DecodeState, Rules, draw, start
 from kvjax.decode.tiered_layers import selecting
-from kvjax.decode.tiered_packed import page_shape
+from kvjax.decode.tiered_packed import means_of, page_shape
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_prefill import prefill_row
 from kvjax.decode.tiered_state import TieredShapes, empty_tiers
@@ -59,7 +60,8 @@ class TieredCall:
         self._store: PromptStore | None = None
         if cache.place is not None and cache.place.store is not None:
             most = sum(len(row) for row in ids) * selecting(self.shapes.spec).bytes_per_token
-            self._store = PromptStore(cache, most=most, layers=self.shapes.leaving)
+            means = partial(means_of, self.shapes) if cache.format is not None else None
+            self._store = PromptStore(cache, most=most, layers=self.shapes.leaving, means=means)
 
     @contextlib.contextmanager
     def prefilled(
@@ -111,7 +113,11 @@ class TieredCall:
                 took = meter.seconds - began
                 self.check()
                 if self._store is not None and self._pages is not None:
-                    self._store.keep(model, ids, row, self._pages, during, seconds=took)
+                    # What is not finite reaches the last token, though bytes of a format hide it.
+                    finite = bool(jnp.isfinite(state.hidden[row]).all())
+                    self._store.keep(
+                        model, ids, row, self._pages, during, seconds=took, finite=finite
+                    )
             progress("prefill", 1.0)
             yield state
 

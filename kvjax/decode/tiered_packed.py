@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Num, UInt8
 
 from kvjax.decode.page_bytes import packed_bytes, page_bytes, pages_of
@@ -140,6 +141,29 @@ def as_kept(
     mask = (whole & (pages >= shapes.sink_pages))[:, None, None, None]
     new_keys, new_values = from_bytes(shapes, layer, *kept)
     return jnp.where(mask, new_keys, keys), jnp.where(mask, new_values, values)
+
+
+def means_of(
+    shapes: TieredShapes,
+    keys: UInt8[np.ndarray, "L n Hkv P W"],
+    values: UInt8[np.ndarray, "L n Hkv P W"],
+) -> Float[np.ndarray, "L n Hkv 1 Dm"]:
+    """Mean keys of pages that have left as bytes; of latents, means of all that a query scores.
+
+    Layers whose rows are shorter have zeros behind them.
+
+    Args:
+      shapes: the program's, with a format.
+      keys: of all layers that leave, as `as_bytes` gave them.
+      values: likewise.
+    """
+    found = []
+    for layer, *both in zip(shapes.leaving, keys, values, strict=True):
+        key, value = from_bytes(shapes, layer, *(jnp.asarray(half) for half in both))
+        rows = key if shapes.latents is None else jnp.concatenate([value, key], axis=-1)
+        found.append(np.asarray(rows.astype(jnp.float32).mean(axis=2, keepdims=True)))
+    most = max(mean.shape[-1] for mean in found)
+    return np.stack([np.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in found])
 
 
 def _parts(

@@ -1,9 +1,12 @@
 """Prompts of a tiered call in a page store: written once, then read page by page."""
 
 import contextlib
+from collections.abc import Callable
+
+import numpy as np
 
 from kvjax.config import CacheConfig
-from kvjax.decode.calls import kept_as
+from kvjax.decode.calls import cache_spec, kept_as
 from kvjax.decode.kept_answers import KeptAnswers
 from kvjax.decode.prefilled_pages import PrefilledPages, kept_elsewhere
 from kvjax.decode.prefix_config import By, PrefixConfig
@@ -33,16 +36,24 @@ class PromptStore:
       most: bytes of all prompts' pages that steps read, for which host memory has room if the place
         names no limit.
       layers: the model's whose pages are kept, in order.
+      means: mean keys [L, N, Hkv, 1, D] of pages that are bytes, if there is a format.
 
     Raises:
       ValueError: the URL is no store.
     """
 
-    def __init__(self, cache: CacheConfig, *, most: int, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        cache: CacheConfig,
+        *,
+        most: int,
+        layers: tuple[int, ...],
+        means: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+    ) -> None:
         place = cache.place
         assert place is not None and place.store is not None  # noqa: PT018  the caller looked
         self._cache, self._timeout_s, self._order = cache, place.timeout_s, place.order
-        self._layers = layers
+        self._layers, self._means = layers, means
         self._host_bytes = most if place.host_bytes is None else place.host_bytes
         # Nothing chooses among pages of a format but the call that keeps them.
         by: By = "low-bit" if cache.format is None else "all"
@@ -93,6 +104,7 @@ class PromptStore:
         during: contextlib.ExitStack,
         *,
         seconds: float,
+        finite: bool,
     ) -> None:
         """Write a row's full pages to the store if they were not found, and have them read there.
 
@@ -103,14 +115,16 @@ class PromptStore:
           pages: holds them.
           during: closes what is opened.
           seconds: that prefilling took.
+          finite: whether what prefilling computed is finite.
 
         Raises:
-          KvjaxError: a key or a value is not finite.
+          KvjaxError: that or a key or a value is not finite.
           StoreError: the store cannot be written.
         """
         count = len(ids) // self._cache.page_size
         if count and row not in self._matches:
             prefilled = kept_elsewhere(model, *pages.in_memory(row, count), seconds)
+            prefilled = prefilled._replace(bytes_finite=finite)
             match = Match(self._written(model, ids, prefilled), count)
             self._read(match, row, pages, during)
 
@@ -161,14 +175,16 @@ class PromptStore:
     def _written(self, model: Model, ids: list[int], pages: PrefilledPages) -> Segment:
         """A new segment of a prompt's pages, open."""
         if not pages.finite:
+            dtype = cache_spec(model, self._cache).dtype
             raise KvjaxError(
-                f"keys or values of {model.name} are not finite in {pages.keys.dtype} and cannot "
+                f"keys or values of {model.name} are not finite in {dtype} and cannot "
                 f"be stored: try CacheConfig(dtype='float32'), and load the model with "
                 f"dtype='float32'"
             )
         arrays = {}
         if self._order == "cluster":
-            arrays[PAGE_PLACES] = near_together(pages.keys, Layout(self._cache.page_size))
+            keys = pages.keys if self._means is None else self._means(pages.keys, pages.values)
+            arrays[PAGE_PLACES] = near_together(keys, Layout(self._cache.page_size))
         numbers = kept_as(model, self._cache)
         info = self._prefixes.put(model, ids, pages, arrays=arrays, numbers=numbers)
         return self._prefixes.store.open_segment(info.key)

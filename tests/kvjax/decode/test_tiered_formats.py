@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from kvjax.model import from_checkpoint
 from kvjax.models import random_checkpoint
 from kvjax.pallas_kernels import PackedPages
 from kvjax.policies import Place, Select, Window
+from kvjax.storage.page_order import PAGE_PLACES
+from kvjax.storage.page_store import PageStore
 from tests.kvjax.decode.forced import forced_logits
 from tests.kvjax.decode.plain_tiers import PlainTiers
 from tests.kvjax.decode.test_tiered_sliding import made as windowed
@@ -199,6 +202,48 @@ def test_a_store_keeps_the_same_bytes(tmp_path):
     assert len(list(tmp_path.rglob("*"))) > files  # pages of one format serve no other
 
 
+def test_pages_of_near_keys_lie_next_to_each_other_in_the_store(tmp_path):
+    """As the keys say that the bytes stand for; and each page is found where it lies."""
+    near = run(over_tiers("int4", 0))[1]
+    cache = over_tiers("int4", 0, store=str(tmp_path), order="cluster")
+    for _ in range(2):  # written, then found
+        ids, got, _ = run(cache)
+        for x, y in zip(got, near, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+    of, full, ids = made(), PROMPTS[0] // SIZE, ids[0][: PROMPTS[0]]
+    made_keys = PlainTiers(of, ids, prompt=len(ids), size=SIZE, count=1)
+    chosen = FORMATS["int4"].layer(of.spec, 0)
+    keys, _ = plain_codes.of_tokens(chosen, made_keys.keys[0], made_keys.values[0], SIZE, 0)
+    means = keys[: full * SIZE].reshape(full, SIZE, *keys.shape[1:]).mean(1)
+    store = PageStore.open(tmp_path)
+    (written,) = (info.key for info in store.segments() if info.tokens == len(ids))
+    with store.open_segment(written) as segment:
+        places = segment.sketch(PAGE_PLACES)[0]
+    for head, order in enumerate(np.argsort(places, axis=1)):
+        assert sorted(order) == list(range(full))
+        assert order[0] == 0
+        for i, page in enumerate(order[:-1]):
+            apart = np.square(means[order[i + 1 :], head] - means[page, head]).sum(1)
+            assert apart.argmin() == 0
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_prompt_that_is_not_finite_is_not_stored(tmp_path, part):
+    """Bytes of a format say nothing of it."""
+
+    def grown(path, weight):
+        own = f"['layers'][0]['attention']['{part}']['weight']"
+        return weight * 1e9 if jax.tree_util.keystr(path) == own else weight
+
+    params = jax.tree_util.tree_map_with_path(grown, made().params)
+    of = dataclasses.replace(made(), params=params)
+    cache = over_tiers("int8", 1, store=str(tmp_path))
+    cache = dataclasses.replace(cache, dtype="float16")
+    with pytest.raises(KvjaxError, match="are not finite in float16"):
+        generate(of, prompt(20), cache=cache, max_new_tokens=2)
+    assert not PageStore.open(tmp_path).segments()
+
+
 @pytest.mark.slow
 def test_keys_and_values_of_different_bits_share_what_they_save():
     both, one = (run(over_tiers(name, 0))[2].bytes_moved for name in ("int4", "int4-int2"))
@@ -217,8 +262,8 @@ def test_hot_pages_stay_exact_until_they_leave():
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(KvjaxError, match=r"place\.order is 'cluster'"):
-        over_tiers("int4", 1, store=str(tmp_path), order="cluster")
+    with pytest.raises(KvjaxError, match=r"place\.keep_generated is True"):
+        over_tiers("int4", 1, store=str(tmp_path), keep_generated=True)
     with pytest.raises(KvjaxError, match="place is None"):
         over_tiers("int4", None)
     with pytest.raises(KvjaxError, match=r"place\.codec is 'splitzip'"):

@@ -74,7 +74,7 @@ def test_a_prompt_is_written_without_a_copy_of_it(tiny, tmp_path):
     before = pages.bytes_held
     with contextlib.ExitStack() as during:
         tracemalloc.start()
-        store.keep(tiny, prompt(128 * 16), 0, pages, during, seconds=1.0)
+        store.keep(tiny, prompt(128 * 16), 0, pages, during, seconds=1.0, finite=True)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert pages.bytes_held == 0
