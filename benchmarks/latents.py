@@ -110,7 +110,9 @@ def main() -> int:
             for share in options.shares
         ]
         windows = texts.held_out, other
-        plain = in_formats(model, model, KEYS_AND_VALUES, *windows, status.update)
+        plain: tuple[InFormat, ...] = ()
+        if not options.quick:
+            plain = in_formats(model, model, KEYS_AND_VALUES, *windows, status.update)
     packed = [*plain, *(one for point in points for one in point.in_formats)]
     document = options.docs or (None if options.quick else report.DOCUMENT)
     picture = ""
@@ -221,6 +223,8 @@ def measured(
     )
 
     def with_formats(point: Point, checkpoint: Checkpoint) -> Point:
+        if options.quick:  # a format compiles for minutes
+            return point
         now = from_checkpoint(checkpoint, name="latents")
         stored = f"latents, {share:.1%} of the bytes"
         return dataclasses.replace(
