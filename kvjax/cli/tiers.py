@@ -14,7 +14,7 @@ from kvjax.decode import PrefixConfig
 from kvjax.decode.results import TierStats
 from kvjax.errors import KvjaxError
 from kvjax.policies import DistilledIndexer, Place, Select, Window
-from kvjax.policies.tiering import NAMES
+from kvjax.policies.tiering import DEFAULT_BUDGET, NAMES
 
 PANEL = "Selected pages"
 
@@ -73,13 +73,14 @@ def tier_options(
         ),
     ] = None,
     step_budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Pages that a step reads, for every KV head: '5%', '64 pages', '1024 tokens'. "
-            "Below 100% the answer is an approximation.",
+            help="Pages that a step reads, for every KV head: '5%', '64 pages', '1024 tokens', "
+            "'8MB'. Below 100% the answer is an approximation.",
             rich_help_panel=PANEL,
+            show_default=f"{DEFAULT_BUDGET}; 100% with --select indexer",
         ),
-    ] = Select.budget,
+    ] = None,
     aggregate: Annotated[
         str,
         typer.Option(
@@ -275,6 +276,11 @@ def tier_rows(tiers: TierStats) -> list[tuple[str, str]]:
         ("pages a KV head reads a step", f"{tiers.pages_chosen:,}"),
         ("pages a KV head has near", near),
         ("page reads that were near", "-" if ratio is None else f"{ratio:.1%} of {tiers.reads:,}"),
+        *(
+            ()
+            if tiers.amplification is None
+            else (("tokens read for one attended to", f"{tiers.amplification:.1f}"),)
+        ),
         ("fetched", size_of(tiers.bytes_moved)),
         ("index", size_of(tiers.index_bytes)),
         ("room in host memory", size_of(host)),

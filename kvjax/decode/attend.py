@@ -13,13 +13,13 @@ from kvjax.cache import (
 )
 from kvjax.decode.attend_chosen import Chosen, ChunkChoice, DecodeChoice
 from kvjax.decode.attend_latents import (
-    PagedAttend,
     attend_latents,
     attend_ragged_latents,
     keeps_latents,
     scored_keys,
 )
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
+from kvjax.decode.latents_as_one_head import AsOneHead
 from kvjax.models import Attend, ModelConfig
 from kvjax.pallas_kernels import (
     PackedPages,
@@ -39,7 +39,7 @@ def decode_attend(
     implementation: Implementation | None,
     *,
     stores: Bool[Array, " B"] | None = None,
-) -> PagedAttend:
+) -> AsOneHead[PagedKVCache]:
     """Attend with one new token a sequence, whose page is reserved.
 
     Each layer attends to the pages as they are and to the new token apart, merges the two by their
@@ -87,7 +87,7 @@ def decode_attend(
         return out, write(state, layer, k, v, (page, offset))
 
     choice = DecodeChoice(config, lengths, active, implementation)
-    return PagedAttend(attend, choice)
+    return AsOneHead(attend, choice)
 
 
 def _attend_pages(
@@ -198,7 +198,7 @@ def chunk_attend(
     implementation: Implementation | None,
     *,
     stores: Bool[Array, ""] | bool = True,
-) -> PagedAttend:
+) -> AsOneHead[PagedKVCache]:
     """Attend with a ragged chunk of new tokens, whose pages are reserved: write, then attend.
 
     Args:
@@ -251,7 +251,7 @@ def chunk_attend(
         return result.out, state
 
     choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, implementation)
-    return PagedAttend(attend, choice)
+    return AsOneHead(attend, choice)
 
 
 def newest_attend(

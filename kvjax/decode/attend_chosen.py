@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.cache import IndexPages, PagedKVCache, kept_index_keys, token_slots, write_index
 from kvjax.decode.attend_latents import attend_chosen_latents
@@ -36,12 +36,14 @@ class Chosen(NamedTuple):
       tables: int32 [T, M], the sequence's pages.
       own: bool [B], in decode, whether the new token is among them: it is not in its page yet.
       sound: bool [T], whether all scores are numbers; a query of which one is not gets NaN.
+      scores: float32 [B, M P], in decode, what tokens were chosen by.
     """
 
     token_ids: Int32[Array, "T K"]
     tables: Int32[Array, "T M"]
     own: Bool[Array, " B"] | None
     sound: Bool[Array, " T"]
+    scores: Float32[Array, "B S"] | None = None
 
     def attended(
         self,
@@ -61,7 +63,14 @@ class Chosen(NamedTuple):
           implementation: of `token_latent_attention`, or None.
         """
         chosen = self.token_ids, self.tables
-        result = attend_chosen_latents(config, layer, q, cache, chosen, implementation)
+        return self.sounded(attend_chosen_latents(config, layer, q, cache, chosen, implementation))
+
+    def sounded(self, result: AttentionOutput) -> AttentionOutput:
+        """The attention, NaN where a score is not a number.
+
+        Args:
+          result: of the queries that chose.
+        """
         lse = jnp.where(self.sound[:, None], result.lse, jnp.nan)
         out = jnp.where(self.sound[:, None, None], result.out, jnp.nan)
         return result._replace(out=out, lse=lse)
@@ -121,7 +130,7 @@ class DecodeChoice:
         # As with keys and values: the write must be seen to need what was read.
         at = jnp.where(sound, page, cache.num_pages), offset
         own_chosen = is_own.any(axis=1) & self.active
-        chosen = Chosen(tokens, cache.block_tables, own_chosen, sound)
+        chosen = Chosen(tokens, cache.block_tables, own_chosen, sound, scores)
         return chosen, write_index(cache, layer, new, at)
 
 

@@ -1,14 +1,10 @@
 """Attention to pages of latents: one KV head, whose keys are position keys and values latents."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache import PagedKVCache
-from kvjax.models import Indexed, ModelConfig
+from kvjax.models import ModelConfig
 from kvjax.pallas_kernels import (
     PackedPages,
     latent_attention,
@@ -17,57 +13,6 @@ from kvjax.pallas_kernels import (
 )
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedAttend:
-    """An `attend` over a paged cache, for layers that keep keys and values or latents.
-
-    Attributes:
-      attend: takes what pages hold, and which tokens of them were chosen (None: all). Of latents
-        that is keys [T, 1, Dr], values [T, 1, Dc], and queries [T, H, Dc + Dr]: absorbed, and the
-        rotated part.
-      choice: keeps index keys, and chooses by them.
-    """
-
-    attend: Callable[[int, Array, Array, Array, PagedKVCache, Any], tuple[Array, PagedKVCache]]
-    choice: Callable[[int, Indexed, PagedKVCache], tuple[Any, PagedKVCache]]
-
-    def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, state: PagedKVCache
-    ) -> tuple[Array, PagedKVCache]:
-        """As `kvjax.models.Attend` says."""
-        return self.attend(layer, q, k, v, state, None)
-
-    def choose(self, layer: int, indexed: Indexed, state: PagedKVCache) -> tuple[Any, PagedKVCache]:
-        """As `kvjax.models.ChoosingAttend` says."""
-        return self.choice(layer, indexed, state)
-
-    def latents(
-        self,
-        layer: int,
-        q: Float[Array, "T H Dc"],
-        q_rope: Float[Array, "T H Dr"],
-        latent: Float[Array, "T Dc"],
-        rotated: Float[Array, "T Dr"],
-        state: PagedKVCache,
-    ) -> tuple[Float[Array, "T H Dc"], PagedKVCache]:
-        """As `kvjax.models.LatentAttend` says."""
-        return self.chosen_latents(layer, q, q_rope, latent, rotated, None, state)
-
-    def chosen_latents(
-        self,
-        layer: int,
-        q: Float[Array, "T H Dc"],
-        q_rope: Float[Array, "T H Dr"],
-        latent: Float[Array, "T Dc"],
-        rotated: Float[Array, "T Dr"],
-        choice: Any,
-        state: PagedKVCache,
-    ) -> tuple[Float[Array, "T H Dc"], PagedKVCache]:
-        """As `kvjax.models.ChoosingAttend` says."""
-        both = jnp.concatenate([q, q_rope], axis=-1)
-        return self.attend(layer, both, rotated[:, None], latent[:, None], state, choice)
 
 
 def keeps_latents(cache: PagedKVCache, layer: int) -> bool:

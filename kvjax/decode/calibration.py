@@ -136,14 +136,14 @@ class Calibration:
         return found
 
 
-def centroids_of(index: PageIndex | DistilledIndexer) -> int | None:
+def centroids_of(index: PageIndex | DistilledIndexer | None) -> int | None:
     """Pages (RetroInfer: tokens) that a centroid of an index stands for; None without centroids."""
     if isinstance(index, Hierarchical):
         return index.pages_per_cluster
     return index.tokens_per_cluster if isinstance(index, RetroInfer) else None
 
 
-def with_centroids(index: PageIndex | DistilledIndexer, per_centroid: int) -> PageIndex:
+def with_centroids(index: PageIndex | DistilledIndexer | None, per_centroid: int) -> PageIndex:
     """An index with another number of centroids.
 
     Args:

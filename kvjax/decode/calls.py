@@ -40,10 +40,16 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
                 f"pages of one: these are read whole, as the model made them; leave out {name}"
             )
     chooses = any(layer.indexer is not None for layer in model.config.layers)
-    if chooses and (over_tiers or cache.select is not None):
+    own = cache.select is not None and cache.select.by == "indexer"
+    if chooses and (over_tiers or cache.select is not None) and not own:
         raise KvjaxError(
-            f"select is given and {model.name} chooses tokens by an indexer of its own: leave out "
-            f"select"
+            f"select is given and {model.name} chooses tokens by an indexer of its own: take "
+            f"Select(by='indexer'), or leave out select"
+        )
+    if own and not all(layer.indexer is not None for layer in model.config.layers):
+        raise KvjaxError(
+            f"by is 'indexer' and {model.name} has no indexer of its own in all layers: select by "
+            f"something else, such as 'low-bit'"
         )
     if cache.index_dtype is not None and not chooses:
         raise KvjaxError(
@@ -61,7 +67,11 @@ def cache_spec(model: Model, cache: CacheConfig, *, over_tiers: bool = False) ->
 
 def kept_as(model: Model, cache: CacheConfig) -> str:
     """What numbers a call over tiers keeps pages in: see `kept_in`."""
-    return kept_in(cache_spec(model, cache).dtype, cache.page_format, prefilled_exactly=True)
+    kept = kept_in(cache_spec(model, cache).dtype, cache.page_format, prefilled_exactly=True)
+    if cache.index_dtype is None:
+        return kept
+    # What was attended to depends on them, and so do the latents of later layers.
+    return f"{kept}, chosen by index keys in {cache.index_dtype}"
 
 
 def text_of(model: Model, tokens: Sequence[int], stops: Sequence[int]) -> str:

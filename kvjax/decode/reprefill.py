@@ -111,7 +111,10 @@ def _fetching(
 ) -> Attend[_Carry]:
     """An `attend` that puts the layer's chosen pages into the pool before `base` reads it."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, carry: _Carry) -> tuple[Array, _Carry]:
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, carry: _Carry, chosen_tokens: None
+    ) -> tuple[Array, _Carry]:
+        del chosen_tokens  # of models with an indexer no prefix is stored
         cache, chosen = carry
         keys, values = cache.k_pages[layer], cache.v_pages[layer]
         assert keys is not None  # of layers that share pages no prefix is stored

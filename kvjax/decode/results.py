@@ -81,6 +81,13 @@ class TierStats:
     device_bytes: int  # of the slots, and of first pages that a format leaves as they are
     host_bytes: int  # of host memory that has room for every page, or every page not in the store
     store: TierReads | None = None  # where prompts' pages are in a store
+    tokens: int | None = None  # in chosen pages, that the model's own indexer chose; None: all
+    page_size: int = 0  # tokens a page
+
+    @property
+    def amplification(self) -> float | None:
+        """Tokens read for one that is attended to; None where no single tokens are chosen."""
+        return self.reads * self.page_size / self.tokens if self.tokens else None
 
     @property
     def hit_ratio(self) -> float | None:

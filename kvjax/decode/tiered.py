@@ -169,6 +169,8 @@ class TieredCall:
         """
         shapes, cache = self.shapes, state.cache
         pools = jax.tree.leaves((cache.keys, cache.values, cache.sinks))
+        of_tokens = None if cache.index_keys is None else cache.index_keys.index_pages
+        index, tokens = (cache.index, of_tokens), np.asarray(cache.traffic.tokens)
         return TierStats(
             pages_chosen=max(self._counts),
             slots=max(map(max, shapes.slots)),
@@ -176,10 +178,12 @@ class TieredCall:
             reads=int(np.asarray(cache.traffic.chosen).sum(dtype=np.int64)),
             misses=int(np.asarray(cache.traffic.missed).sum(dtype=np.int64)),
             bytes_moved=0 if self._pages is None else self._pages.bytes_moved,
-            index_bytes=sum(x.nbytes for x in jax.tree.leaves(cache.index)),
+            index_bytes=sum(x.nbytes for x in jax.tree.leaves(index)),
             device_bytes=sum(x.nbytes for x in pools),
             host_bytes=0 if self._pages is None else self._pages.bytes_held,
             store=None if self._store is None else self._store.reads(),
+            tokens=None if of_tokens is None else int(tokens.sum(dtype=np.int64)),
+            page_size=shapes.page_size,
         )
 
 

@@ -10,6 +10,7 @@ from kvjax.pallas_kernels import (
     ragged_paged_attention,
     sparse_latent_attention,
     sparse_paged_attention,
+    token_latent_attention,
 )
 from kvjax.pallas_kernels.output import AttentionOutput
 
@@ -90,6 +91,31 @@ def attend_listed(
         soft_cap=config.attn_soft_cap,
         implementation=chosen,
     )
+
+
+def attend_tokens(
+    shapes: TieredShapes,
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "T H D"],
+    pages: Pages,
+    token_ids: Int32[Array, "T K"],
+    tables: Int32[Array, "T M"],
+) -> AttentionOutput:
+    """Attention of each query to the tokens that it names, of latents (DSA).
+
+    Args:
+      shapes: the program's.
+      config: the model's.
+      layer: whose.
+      q: [T, H, Dc + Dr], absorbed queries and then their rotated parts.
+      pages: that tables are of.
+      token_ids: int32 [T, K], slots of each query's sequence; what is out of range is none.
+      tables: int32 [T, M], where the sequence's pages are; tokens of a page past the pool are none.
+    """
+    parts, named = _latents(q, pages), (token_ids, tables)
+    scale, chosen = config.scale(layer), shapes.attention
+    return token_latent_attention(*parts, *named, scale=scale, implementation=chosen)
 
 
 def _latents(q: Float[Array, "T H D"], pages: Pages) -> tuple[Array, Array, Array, Array]:

@@ -24,7 +24,7 @@ from kvjax.policies import (
 )
 
 
-def index_for(select: Select, config: ModelConfig) -> PageIndex | DistilledIndexer:
+def index_for(select: Select, config: ModelConfig) -> PageIndex | DistilledIndexer | None:
     """What pages of a model are chosen by: "low-rank" undoes the rotation that all layers share.
 
     Args:

@@ -17,12 +17,13 @@ def selecting_layers(spec: KVSpec) -> tuple[int, ...]:
 
 
 def selecting(spec: KVSpec) -> KVSpec:
-    """What the layers that choose pages store.
+    """What pages of the layers that choose them hold; index keys are kept apart.
 
     Args:
       spec: of the model, with one such layer at least.
     """
-    layers = tuple(spec.layers[index] for index in selecting_layers(spec))
+    chosen_from = (spec.layers[index] for index in selecting_layers(spec))
+    layers = tuple(dataclasses.replace(layer, index_dim=0) for layer in chosen_from)
     return dataclasses.replace(spec, layers=layers)
 
 
@@ -33,9 +34,9 @@ def slot_bytes(spec: KVSpec, page_size: int) -> tuple[int, ...]:
       spec: of the model.
       page_size: tokens a page.
     """
-    layers = (spec.layers[index] for index in selecting_layers(spec))
     return tuple(
-        page_size * spec.layer_bytes_per_token(layer) // layer.pool_dims[0] for layer in layers
+        page_size * spec.layer_bytes_per_token(layer) // layer.pool_dims[0]
+        for layer in selecting(spec).layers
     )
 
 

@@ -58,6 +58,10 @@ def tiered_plan(
     pages = max(half_step(longest), tokens // size, least)
     page_bytes = selecting(spec).bytes_per_page(size)
     counts = _counts(select, choice, lengths, new_tokens, page_bytes, size)
+    index = index_for(select, model.config)
+    if index is None:  # as many pages as there may be tokens, if each is in another one
+        tops = [layer.indexer.top_k for layer in model.config.layers if layer.indexer is not None]
+        counts = [min(count, max(tops)) for count in counts]
     # Programs have room for more than is chosen, so that few serve all budgets; slots do not.
     room = min(max(half_step(max(counts)), least), pages)
     batch = power_of_two(len(lengths))
@@ -79,7 +83,7 @@ def tiered_plan(
             evict=window.evict,
             observe=1 if place is None else place.observe,
             micro_batches=1 if place is None else min(place.micro_batches, batch),
-            index=index_for(select, model.config),
+            index=index,
             choice=choice,
             attention=cache.attention,
             format=page_format,
@@ -127,6 +131,7 @@ def _counts(
     """Pages that each row chooses in a step."""
     least = choice.first + choice.last
     totals = [max(pages_for(n + new_tokens, page_size), least) for n in lengths]
+    assert select.budget is not None  # `Select` says which
     budget = Budget(select.budget)
     return [
         budget.pages(total, page_size=page_size, page_bytes=page_bytes, least=least)

@@ -13,15 +13,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.residency import Residency
+from kvjax.decode.attend_chosen import Chosen, ChunkChoice
 from kvjax.decode.latents_as_one_head import AsOneHead
-from kvjax.decode.tiered_attention import attend_prompt
+from kvjax.decode.tiered_attention import attend_prompt, attend_tokens
 from kvjax.decode.tiered_fetch import put_prompt
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_packed import as_bytes, as_kept, sent
 from kvjax.decode.tiered_sinks import of_prompt
 from kvjax.decode.tiered_sliding import keep_last
 from kvjax.decode.tiered_state import TieredCache, TieredShapes, slot_rows, with_layer
-from kvjax.models import Decoder, ModelConfig
+from kvjax.models import Decoder, Indexed, ModelConfig
 from kvjax.policies import ExactKeys, select
 
 
@@ -58,12 +59,31 @@ def prefill_row(
     def paged(x: Array, dtype: jnp.dtype) -> Array:
         return x.astype(dtype).reshape(held, size, *x.shape[1:]).swapaxes(1, 2)
 
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    chunk = _of_row(cache.lengths.shape[0], positions, length, row)
+
+    def choose(
+        layer: int, indexed: Indexed, cache: TieredCache
+    ) -> tuple[Chosen | None, TieredCache]:
+        assert cache.index_keys is not None
+        choice = ChunkChoice(decoder.config, *chunk, shapes.attention)
+        chosen, index_keys = choice(layer, indexed, cache.index_keys)
+        if chosen is not None:
+            tables = jnp.broadcast_to(table, (tokens.shape[0], held))
+            chosen = chosen._replace(tables=tables)
+        return chosen, dataclasses.replace(cache, index_keys=index_keys)
+
     def attend(
-        layer: int, q: Array, k: Array, v: Array, cache: TieredCache
+        layer: int, q: Array, k: Array, v: Array, cache: TieredCache, chosen: Chosen | None
     ) -> tuple[Array, TieredCache]:
         pool = cache.keys[layer]
         keys, values = paged(k, pool.dtype), paged(v, pool.dtype)
-        out = attend_prompt(shapes, decoder.config, layer, q, (keys, values), table, length)
+        if chosen is None:
+            out = attend_prompt(shapes, decoder.config, layer, q, (keys, values), table, length)
+        else:
+            named = chosen.token_ids, chosen.tables
+            found = attend_tokens(shapes, decoder.config, layer, q, (keys, values), *named)
+            out = chosen.sounded(found).out
         scored = shapes.scored(keys, values)
         written = cache.written
         if layer not in shapes.selecting:
@@ -102,14 +122,29 @@ def prefill_row(
             written=written,
         )
 
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, cache = decoder(tokens, positions, AsOneHead(attend), cache)
+    hidden, cache = decoder(tokens, positions, AsOneHead(attend, choose), cache)
     cache = dataclasses.replace(
         cache,
         lengths=cache.lengths.at[row].set(length),
         counts=cache.counts.at[row].set(count),
     )
     return cache, hidden.at[length - 1].get(mode="clip")
+
+
+def _of_row(
+    batch: int,
+    positions: Int32[Array, " T"],
+    length: Int32[Array, ""],
+    row: Int32[Array, ""],
+) -> tuple[Int32[Array, " T"], Int32[Array, " T"], Int32[Array, " B"], Int32[Array, " B1"]]:
+    """A prompt of one row as a ragged chunk: sequences, indices, lengths and where rows start."""
+    rows = jnp.arange(batch + 1, dtype=jnp.int32)
+    return (
+        jnp.where(positions < length, row, batch),
+        positions,
+        jnp.where(rows[:-1] == row, length, 0),
+        jnp.where(rows > row, length, 0),
+    )
 
 
 def _first_pages(
@@ -201,9 +236,12 @@ def _with_row(
     row: Int32[Array, ""],
 ) -> dict[str, Array]:
     """The index of all rows with this row's built from its pages."""
+    of_layer = shapes.index_of(layer)
+    if of_layer is None:
+        return index
     widths = ((0, shapes.pages - keys.shape[0]), (0, 0), (0, 0), (0, 0))
     padded = jnp.pad(keys, widths), jnp.pad(values, widths)
-    built = build_index(shapes.index_of(layer), *padded, full)
+    built = build_index(of_layer, *padded, full)
     return {
         name: lax.dynamic_update_index_in_dim(array, built[name], row, 0)
         for name, array in index.items()

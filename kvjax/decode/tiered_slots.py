@@ -42,8 +42,9 @@ def slots_by_head(
     size = cache.page_size
     a_slot = batch * chosen_from.bytes_per_page(size)  # of every layer's heads
     kept = 0 if cache.page_format is None else sink_pages(cache.page_format, size, pages)
-    # Of the first pages and of sliding windows, which have no slots.
+    # Of the first pages, of sliding windows and of an indexer's keys, which have no slots.
     others = a_slot * kept + batch * ring_bytes(spec, size, pages)
+    others += batch * pages * size * sum(map(spec.index_bytes_per_token, spec.layers))
     if place is not None and window.plan is not None:
         plan = _loaded(window.plan, model, size, (layers, heads))
         slots = tuple(tuple(min(max(n, count) + 1, pages) for n in row) for row in plan.slots)

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.cache import PagedKVCache
 from kvjax.cache.residency import Eviction, Residency, nothing_near
 from kvjax.decode import tiered_layers
 from kvjax.decode.latent_rows import LatentRows
+from kvjax.decode.tiered_choice import index_pages
 from kvjax.decode.tiered_index import build_index
 from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
@@ -39,7 +41,7 @@ class TieredShapes:
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first
     micro_batches: int  # parts of the batch that pages are selected and read for apart
-    index: PageIndex | DistilledIndexer
+    index: PageIndex | DistilledIndexer | None  # None where the model's own indexer chooses
     choice: Choice
     attention: Implementation | None
     format: Format | None = None  # how full pages are kept
@@ -76,8 +78,8 @@ class TieredShapes:
         """
         return keys if self.latents is None else jnp.concatenate([values, keys], axis=-1)
 
-    def index_of(self, layer: int) -> PageIndex:
-        """What a layer's pages are chosen by.
+    def index_of(self, layer: int) -> PageIndex | None:
+        """What a layer's pages are chosen by; None where that is the model's own indexer.
 
         Args:
           layer: one of `selecting`.
@@ -130,6 +132,7 @@ class Traffic:
 
     chosen: Int32[Array, "L Hkv"]
     missed: Int32[Array, "L Hkv"]  # of these, how many were not near
+    tokens: Int32[Array, " L"]  # that the model's own indexer chose in them
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +150,7 @@ class TieredCache:
     values: tuple[Float[Array, "F 1 P Dv"] | Float[Array, "R Hkv P Dv"], ...]
     sinks: tuple[Sinks, ...]
     near: tuple[Residency, ...]
+    index_keys: PagedKVCache | None  # of a model's own indexer: see `index_pages`
     limits: Int32[Array, "L Hkv"]  # slots that heads of choosing layers may use, at most all
     index: tuple[dict[str, Array], ...]  # [B, ...]
     lengths: Int32[Array, " B"]  # tokens of each row
@@ -185,7 +189,8 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         return nothing_near(batch, heads, pages=pages, slots=shapes.most_slots(layer))
 
     def empty_index(layer: int) -> dict[str, Array]:
-        if layer not in shapes.selecting:
+        index = shapes.index_of(layer) if layer in shapes.selecting else None
+        if index is None:
             return {}
         heads, width, value_width = spec.layers[layer].pool_dims
         scored = width if shapes.latents is None else value_width + width
@@ -194,7 +199,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
             for each in (scored, value_width)
         )
         some = jax.ShapeDtypeStruct((), jnp.int32)
-        of_layer = functools.partial(build_index, shapes.index_of(layer))
+        of_layer = functools.partial(build_index, index)
         made = jax.eval_shape(of_layer, keys, values, some)
         return {name: jnp.zeros((batch, *x.shape), x.dtype) for name, x in made.items()}
 
@@ -204,13 +209,18 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         values=tuple(pool(i, spec.layers[i].pool_dims[2]) for i in layers),
         sinks=tuple(no_sinks(i) for i in layers),
         near=tuple(near(i) for i in layers),
+        index_keys=None
+        if shapes.index is not None
+        else index_pages(spec, batch=batch, pages=pages, page_size=shapes.page_size),
         limits=limits,
         index=tuple(empty_index(i) for i in layers),
         lengths=jnp.zeros((batch,), jnp.int32),
         counts=jnp.zeros((batch,), jnp.int32),
         handle=zero,
         written=zero,
-        traffic=Traffic(jnp.zeros_like(limits), jnp.zeros_like(limits)),
+        traffic=Traffic(
+            jnp.zeros_like(limits), jnp.zeros_like(limits), jnp.zeros_like(limits[:, 0])
+        ),
     )
 
 
@@ -311,6 +321,7 @@ def counted(
     layer: int,
     chosen: Bool[Array, "B Hkv K"],
     missed: Bool[Array, "B Hkv K"],
+    tokens: Int32[Array, ""],
 ) -> Traffic:
     """Traffic with one layer's step added.
 
@@ -319,8 +330,10 @@ def counted(
       layer: which of those that choose pages.
       chosen: which entries are pages.
       missed: which of them were not near.
+      tokens: int32, how many in them the model's own indexer chose.
     """
     return Traffic(
         traffic.chosen.at[layer].add(jnp.sum(chosen, axis=(0, 2), dtype=jnp.int32)),
         traffic.missed.at[layer].add(jnp.sum(missed, axis=(0, 2), dtype=jnp.int32)),
+        traffic.tokens.at[layer].add(tokens),
     )

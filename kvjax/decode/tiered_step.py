@@ -10,9 +10,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from kvjax.cache.residency import Residency, admit, find, only, ranked, used
 from kvjax.decode.attend import attend_token, merged
+from kvjax.decode.attend_chosen import Chosen, DecodeChoice
 from kvjax.decode.latents_as_one_head import AsOneHead
 from kvjax.decode.step import DecodeState, Rules, draw
-from kvjax.decode.tiered_attention import Pages, attend_listed
+from kvjax.decode.tiered_attention import Pages, attend_listed, attend_tokens
+from kvjax.decode.tiered_choice import pages_of_choice, tables_of
 from kvjax.decode.tiered_fetch import collect, issue, put_filled
 from kvjax.decode.tiered_index import estimate_unread, extend_index, page_mass
 from kvjax.decode.tiered_packed import as_bytes, as_kept, back, page_shape
@@ -28,7 +30,7 @@ from kvjax.decode.tiered_state import (
     usable,
     with_layer,
 )
-from kvjax.models import Attend, Decoder, ModelConfig
+from kvjax.models import Attend, Decoder, Indexed, ModelConfig
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.policies import EstimatingIndex, select
 
@@ -65,14 +67,14 @@ def tiered_step(
       rules: how to draw and when to end.
     """
     cache: TieredCache = state.cache
-    attend = tiered_attend(_Step(shapes, decoder.config, state.active, state.step))
+    attend = tiered_attend(_Step(shapes, decoder.config, state.active, state.step), cache.lengths)
     hidden, cache = decoder(state.tokens, cache.lengths, attend, cache)
     lengths = cache.lengths + state.active.astype(jnp.int32)
     cache = dataclasses.replace(cache, lengths=lengths)
     return draw(decoder, dataclasses.replace(state, cache=cache, hidden=hidden), rules)
 
 
-def tiered_attend(step: _Step) -> Attend[TieredCache]:
+def tiered_attend(step: _Step, lengths: Int32[Array, " B"]) -> Attend[TieredCache]:
     """Attend with one new token a row.
 
     A layer chooses pages by its index, asks for those that are not near, attends to those that are
@@ -80,15 +82,27 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
     the token itself and what an index estimates of the rest by their log-sum-exp. Then the pages
     that came take the slots of those that rank least, and the token is written: a pool that is read
     after it was written in the same step might be copied. A layer with a sliding window attends to
-    what that reaches, which is all here.
+    what that reaches, which is all here. Where the model's own indexer chooses tokens (DSA), the
+    pages are those that hold them, and of these the chosen tokens alone are attended to.
 
     Args:
       step: the rows and the program.
+      lengths: int32 [B], tokens in pages.
     """
     shapes = step.shapes
+    choice = DecodeChoice(
+        step.config, jnp.where(step.active, lengths, 0), step.active, shapes.attention
+    )
+
+    def choose(
+        layer: int, indexed: Indexed, cache: TieredCache
+    ) -> tuple[Chosen | None, TieredCache]:
+        assert cache.index_keys is not None
+        chosen, index_keys = choice(layer, indexed, cache.index_keys)
+        return chosen, dataclasses.replace(cache, index_keys=index_keys)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, cache: TieredCache
+        layer: int, q: Array, k: Array, v: Array, cache: TieredCache, tokens: Chosen | None
     ) -> tuple[Array, TieredCache]:
         dtype = cache.keys[layer].dtype
         k, v = k.astype(dtype), v.astype(dtype)  # as every later step will read them
@@ -97,7 +111,7 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
         micro_batches = _micro_batches(shapes)
         selected, tickets = [], []
         for rows in micro_batches:
-            some = _select(step, layer, q, cache, rows)
+            some = _select(step, layer, q, cache, rows, tokens)
             selected.append(some)
             if shapes.fetches:
                 ticket = _issued(step, layer, cache, some, rows)
@@ -105,14 +119,15 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
                 q, ticket = lax.optimization_barrier((q, ticket))
                 tickets.append(ticket)
         chosen = jax.tree.map(lambda *x: jnp.concatenate(x) if x[1:] else x[0], *selected)
-        near_by = _attend_near(step, layer, q, cache, chosen)
+        near_by = _attend_near(step, layer, q, cache, chosen, tokens)
         # None is waited for before all are asked for, and before all that is near is attended to.
         after = (*tickets, near_by.lse)
         fetched = None
-        parts = [
-            near_by,
-            attend_token(step.config, layer, q, shapes.scored(k, v), v),
-        ]
+        own = attend_token(step.config, layer, q, shapes.scored(k, v), v)
+        if tokens is not None:
+            assert tokens.own is not None
+            own = own._replace(lse=jnp.where(tokens.own[:, None], own.lse, -jnp.inf))
+        parts = [near_by, own]
         index = shapes.index_of(layer)
         if isinstance(index, EstimatingIndex):
             parts.append(
@@ -134,15 +149,38 @@ def tiered_attend(step: _Step) -> Attend[TieredCache]:
             ]
             keys, values = zip(*collected, strict=True)
             fetched = jnp.concatenate(keys), jnp.concatenate(values)
-            parts.append(_attend_fetched(step, layer, q, fetched, chosen))
+            parts.append(_attend_fetched(step, layer, q, fetched, chosen, tokens))
         out = merged(*parts)
         # A row whose attention is NaN writes nothing; its logits are NaN too, and end it.
         sound = step.active & ~jnp.isnan(out.lse).any(axis=1)
         near, taken = _admitted(step, layer, cache, chosen)
         taken = jnp.where(sound[:, None, None], taken, shapes.most_slots(layer))
-        return out.out, _written(step, layer, cache, chosen, near, taken, fetched, (k, v), sound)
+        cache = _written(step, layer, cache, chosen, near, taken, fetched, (k, v), sound)
+        traffic = counted(
+            cache.traffic,
+            shapes.place(layer),
+            chosen.pages < shapes.pages,
+            chosen.missing < shapes.pages,
+            _tokens_read(shapes, chosen, tokens),
+        )
+        return out.out, dataclasses.replace(cache, traffic=traffic)
 
-    return AsOneHead(attend)
+    return AsOneHead(attend, choose)
+
+
+def _tokens_read(
+    shapes: TieredShapes, chosen: _Selected, tokens: Chosen | None
+) -> Int32[Array, ""]:
+    """Tokens in a step's full pages that the model's own indexer chose; 0 where none does."""
+    if tokens is None:
+        return jnp.int32(0)
+    pages, total = chosen.pages[:, 0], shapes.pages
+    place = jnp.zeros_like(pages)
+    tables = tables_of(pages, place, total=total, none=1)
+    column = jnp.clip(tokens.token_ids // shapes.page_size, 0, total - 1)
+    read = jnp.take_along_axis(tables, column, axis=1) == 0
+    read &= tokens.token_ids < total * shapes.page_size
+    return jnp.sum(read, dtype=jnp.int32)
 
 
 def _slid(
@@ -172,7 +210,12 @@ def _micro_batches(shapes: TieredShapes) -> list[slice]:
 
 
 def _select(
-    step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache, rows: slice
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    cache: TieredCache,
+    rows: slice,
+    tokens: Chosen | None,
 ) -> _Selected:
     """Choose pages for some rows, and look up where they are."""
     shapes, config = step.shapes, step.config
@@ -183,16 +226,23 @@ def _select(
     )
     full = lengths // shapes.page_size
 
-    def choose(
-        index: dict[str, Array], q: Array, length: Array, full: Array, count: Array
-    ) -> tuple[Array, Array]:
-        mass = page_mass(shapes.index_of(layer), config, layer, q, index, length, full)
-        pages = select(
-            mass, full, room=shapes.room, kv_heads=heads, count=count, choice=shapes.choice
-        )
-        return jnp.sum(mass.reshape(heads, -1, total), axis=1), pages
+    of_layer = shapes.index_of(layer)
+    if of_layer is None:
+        sizes = {"room": shapes.room, "pages": total, "page_size": shapes.page_size}
+        named = pages_of_choice(tokens, cache.lengths, **sizes)
+        pages, mass = (x[rows, None] for x in named)
+    else:
 
-    mass, pages = jax.vmap(choose)(index, q, lengths, full, counts)
+        def choose(
+            index: dict[str, Array], q: Array, length: Array, full: Array, count: Array
+        ) -> tuple[Array, Array]:
+            mass = page_mass(of_layer, config, layer, q, index, length, full)
+            pages = select(
+                mass, full, room=shapes.room, kv_heads=heads, count=count, choice=shapes.choice
+            )
+            return jnp.sum(mass.reshape(heads, -1, total), axis=1), pages
+
+        mass, pages = jax.vmap(choose)(index, q, lengths, full, counts)
     pages = jnp.where(active[:, None, None] & (pages < total), pages, total)
     slots, none = find(near, pages), shapes.most_slots(layer)
     missing = (pages < total) & (slots == none)
@@ -216,14 +266,24 @@ def _mass_of(chosen: _Selected, pages: Int32[Array, "B Hkv n"]) -> Float32[Array
 
 
 def _attend_near(
-    step: _Step, layer: int, q: Float[Array, "B Hq D"], cache: TieredCache, chosen: _Selected
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    cache: TieredCache,
+    chosen: _Selected,
+    chosen_tokens: Chosen | None,
 ) -> AttentionOutput:
-    """Attention to chosen pages in slots, and to the open page.
+    """Attention to chosen pages in slots, and to the open page, or to the chosen tokens in them.
 
     The pools hold pages of single KV heads: a row's KV head is a sequence of its own to them.
     """
     size = step.shapes.page_size
     slots = jnp.concatenate([chosen.slots, chosen.open_slot], axis=2)
+    if chosen_tokens is not None:
+        pages = jnp.concatenate([chosen.pages, chosen.open_page], axis=2)[:, 0]
+        pools = cache.keys[layer], cache.values[layer]
+        places = slot_rows(step.shapes, layer, slots, _rows(len(slots)))[:, 0]
+        return _attend_chosen(step, layer, q, pools, pages, places, chosen_tokens)
     offset = jnp.broadcast_to((cache.lengths % size)[:, None, None], chosen.open_slot.shape)
     tokens = jnp.concatenate([jnp.full_like(chosen.slots, size), offset], axis=2)
     batch, heads, count = slots.shape
@@ -294,17 +354,37 @@ def _collected(
     return instead(cache.sinks[layer], rows, chosen.missing, pages)
 
 
+def _attend_chosen(
+    step: _Step,
+    layer: int,
+    q: Float[Array, "B Hq D"],
+    pools: Pages,
+    pages: Int32[Array, "B C"],
+    places: Int32[Array, "B C"],
+    tokens: Chosen,
+) -> AttentionOutput:
+    """Attention to the chosen tokens of some pages, of which these are the places in pools."""
+    none = len(pools[0])
+    tables = tables_of(pages, places, total=step.shapes.pages, none=none)
+    named = tokens.token_ids, tables
+    return tokens.sounded(attend_tokens(step.shapes, step.config, layer, q, pools, *named))
+
+
 def _attend_fetched(
     step: _Step,
     layer: int,
     q: Float[Array, "B Hq D"],
     fetched: Pages,
     chosen: _Selected,
+    chosen_tokens: Chosen | None,
 ) -> AttentionOutput:
-    """Attention to the pages that were not near."""
+    """Attention to the pages that were not near, or to the chosen tokens in them."""
     batch, _, room = chosen.missing.shape
     own = jnp.arange(batch * room, dtype=jnp.int32).reshape(batch, 1, room)
     rows = jnp.where(chosen.missing < step.shapes.pages, own, batch * room)
+    if chosen_tokens is not None:
+        some = chosen.missing[:, 0], rows[:, 0]
+        return _attend_chosen(step, layer, q, fetched, *some, chosen_tokens)
     tokens = jnp.full_like(rows, step.shapes.page_size)
     return attend_listed(step.shapes, step.config, layer, q, fetched, rows, tokens)
 
@@ -363,11 +443,13 @@ def _written(
     page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
     keys, values = (pool.at[at, 0].get(mode="clip") for pool in pools)
     scored = shapes.scored(keys, values)
-    index = lax.cond(
-        jnp.any(filled),
-        lambda: extend_index(shapes.index_of(layer), cache.index[layer], page, scored, values),
-        lambda: cache.index[layer],
-    )
+    index, of_layer = cache.index[layer], shapes.index_of(layer)
+    if of_layer is not None:
+        index = lax.cond(
+            jnp.any(filled),
+            lambda: extend_index(of_layer, cache.index[layer], page, scored, values),
+            lambda: cache.index[layer],
+        )
     sinks = cache.sinks[layer]
     if shapes.format is not None:
         if shapes.sink_pages:
@@ -391,13 +473,9 @@ def _written(
         cache = _kept_elsewhere(shapes, layer, cache, page, *sent)
     if not shapes.keeps:
         near = only(near, used(near, find(near, chosen.open_page)))
-    cache = with_layer(
+    return with_layer(
         cache, layer, keys=pools[0], values=pools[1], sinks=sinks, near=near, index=index
     )
-    total = shapes.pages
-    read = chosen.pages < total, chosen.missing < total
-    traffic = counted(cache.traffic, shapes.place(layer), *read)
-    return dataclasses.replace(cache, traffic=traffic)
 
 
 def _kept_elsewhere(

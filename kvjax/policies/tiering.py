@@ -32,9 +32,13 @@ By = Literal[
     "magicpig",
     "low-rank",
     "keys",
+    "indexer",
 ]
 NAMES: tuple[str, ...] = get_args(By)
 """What pages may be chosen by, as `Select.by` names it."""
+
+DEFAULT_BUDGET = "6.25%"
+"""What a step reads unless the caller or the model says how much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Select:
 
     Attributes:
       budget: K as a share of prompt and new tokens, as pages, tokens or bytes; "100%" is exact.
+        None is 6.25 %, and "100%" with "indexer", which knows no other: it says how many tokens.
       by: what pages are chosen by: "low-bit", their keys in `bits` bits; "hierarchical", the same
         for the pages that centroids find; "kvdrive", page means for these (arXiv:2605.18071);
         "mean", page means (ShadowKV's landmarks, arXiv:2410.21465); "quest", Quest's bounds
@@ -53,7 +58,9 @@ class Select:
         product-quantized keys (arXiv:2407.12820); "magicpig", hashes (arXiv:2410.16179);
         "low-rank", keys before their rotation in few dimensions (ShadowKV's); "keys", the exact
         keys, an oracle that keeps all of them on the device; or any `kvjax.policies.PageIndex`, or
-        a `DistilledIndexer` that was learned of the model's own attention.
+        a `DistilledIndexer` that was learned of the model's own attention. "indexer" is the model's
+        own (DSA: DeepSeek V3.2, GLM-5), for models that have one and for no others: a step reads
+        the pages that hold the tokens it chooses, and attends to these alone.
       bits: of low-bit keys, 2, 3 or 4.
       aggregate: how the query heads of a KV head agree: by the "sum", "max" or "mean" of their
         attention, or by turns, "query", each naming the page it attends to most; see `Choice`.
@@ -63,14 +70,24 @@ class Select:
       KvjaxError: a field is not what it must be.
     """
 
-    budget: str = "6.25%"
+    budget: str | None = None
     by: By | PageIndex | DistilledIndexer = "low-bit"
     bits: int = 3
     aggregate: Aggregate = "sum"
     pooling: float = 0.0
 
     def __post_init__(self) -> None:
+        own = self.by == "indexer"
+        if self.budget is None:
+            object.__setattr__(self, "budget", "100%" if own else DEFAULT_BUDGET)
+        assert self.budget is not None
         Budget(self.budget)
+        for name, only in (("budget", "100%"), ("aggregate", "sum"), ("pooling", 0.0)):
+            if own and getattr(self, name) != only:
+                raise KvjaxError(
+                    f"{name} is {getattr(self, name)!r} and by is 'indexer': the model's own "
+                    f"indexer says which tokens all heads attend to, and how many; leave out {name}"
+                )
         named = isinstance(self.by, str) and self.by in NAMES
         index = isinstance(self.by, PageIndex | DistilledIndexer) and not isinstance(self.by, type)
         if not (named or index):
@@ -90,10 +107,15 @@ class Select:
         self.index()
         self.choice()
 
-    def index(self) -> PageIndex | DistilledIndexer:
-        """What pages are chosen by; `LowRank` without the rotation, which is the model's."""
+    def index(self) -> PageIndex | DistilledIndexer | None:
+        """What pages are chosen by; `LowRank` without the rotation, which is the model's.
+
+        None where that is the model's own indexer.
+        """
         if not isinstance(self.by, str):
             return self.by
+        if self.by == "indexer":
+            return None
         named: dict[str, PageIndex] = {
             "low-bit": PerPage(LowBitKeys(self.bits)),
             "hierarchical": Hierarchical(LowBitKeys(self.bits)),
