@@ -222,6 +222,16 @@ def measured(
         convert_seconds=between - began,
     )
 
+    def tell(what: str, one: Judgement, other_one: Judgement) -> None:
+        """As it comes: what follows takes long, and may be cut short."""
+        print(
+            f"{name}, {what}: KL {one.kl:.4f}, perplexity {one.ratio - 1:+.1%}; address of 1790: "
+            f"KL {other_one.kl:.4f}, perplexity {other_one.ratio - 1:+.1%}",
+            file=sys.stderr,
+        )
+
+    tell("converted", point.converted, point.other_converted)
+
     def with_formats(point: Point, checkpoint: Checkpoint) -> Point:
         if options.quick:  # a format compiles for minutes
             return point
@@ -234,19 +244,17 @@ def measured(
     if share >= 1 or not options.steps:
         return with_formats(point, made.checkpoint)
     between = time.perf_counter()
-    healed = heal(
+    learnt = heal(
         model,
         made.checkpoint,
         texts.learnt,
         Healing(options.steps, parts=options.train, learning_rate=options.rate),
         progress=lambda step, loss: say(f"{name}: step {step} of {options.steps}, KL {loss:.4f}"),
-    ).checkpoint
-    point = dataclasses.replace(
-        point,
-        heal_seconds=time.perf_counter() - between,
-        healed=_judged(model, healed, texts.held_out),
-        other_healed=_judged(model, healed, other),
     )
+    seconds, healed = time.perf_counter() - between, learnt.checkpoint
+    after, other_after = (_judged(model, healed, x) for x in (texts.held_out, other))
+    tell(f"healed in {seconds:.0f} s", after, other_after)
+    point = dataclasses.replace(point, heal_seconds=seconds, healed=after, other_healed=other_after)
     return with_formats(point, healed)
 
 

@@ -7,7 +7,7 @@ from kvjax.models.attend import (
     contiguous_cache,
     dense_attention,
 )
-from kvjax.models.attention import Attend, LatentAttend
+from kvjax.models.attention import Attend, Expand, ExpandingAttend, LatentAttend
 from kvjax.models.checkpoint import (
     Checkpoint,
     Params,
@@ -38,6 +38,8 @@ __all__ = [
     "ChoosingAttend",
     "ContiguousCache",
     "Decoder",
+    "Expand",
+    "ExpandingAttend",
     "Experts",
     "GGUFFile",
     "Indexed",

@@ -54,6 +54,48 @@ class LatentAttend(Protocol[State]):
         ...
 
 
+Expand = Callable[
+    [Float[Array, "S R"], Float[Array, "S rope"]],
+    tuple[Float[Array, "S H D"], Float[Array, "S H Dv"]],
+]
+"""Every head's keys and values of S tokens, of their latents and the rotated part of their keys."""
+
+
+@runtime_checkable
+class ExpandingAttend(LatentAttend[State], Protocol[State]):
+    """An `attend` that keeps latents, and makes keys and values of them where that costs less."""
+
+    def expands(self, layer: int, queries: int) -> bool:
+        """Whether it does for so many queries at once: then `expanded` is called, not `latents`.
+
+        Args:
+          layer: a Python int.
+          queries: T.
+        """
+        ...
+
+    def expanded(
+        self,
+        layer: int,
+        q: Float[Array, "T H D"],
+        latent: Float[Array, "T R"],
+        rotated: Float[Array, "T rope"],
+        expand: Expand,
+        state: State,
+    ) -> tuple[Float[Array, "T H Dv"], State]:
+        """What each head's query sees, as values.
+
+        Args:
+          layer: a Python int.
+          q: float32 [T, H, D], as keys are.
+          latent: float32 [T, R], as in `LatentAttend`.
+          rotated: float32 [T, rope], likewise.
+          expand: makes keys and values of latents that are kept.
+          state: as in `Attend`.
+        """
+        ...
+
+
 Rotations = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 

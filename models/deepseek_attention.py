@@ -5,7 +5,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from kvjax.models.attention import Attend, LatentAttend, Rotations, State
+from kvjax.models.attention import (
+    Attend,
+    ExpandingAttend,
+    LatentAttend,
+    Rotations,
+    State,
+)
 from kvjax.models.config import LayerConfig, ModelConfig
 from kvjax.models.linear import Linear, project_heads
 from kvjax.models.norm import RMSNorm
@@ -69,7 +75,10 @@ class LatentAttention(nnx.Module):
         """Layer `index`'s attention of normalised `x`."""
         q, q_rope = self.queries(x, turn)
         latent, rotated = self.latents(x, turn)
-        if isinstance(attend, LatentAttend):
+        if isinstance(attend, ExpandingAttend) and attend.expands(index, x.shape[0]):
+            both = jnp.concatenate([q, q_rope], axis=-1)
+            out, state = attend.expanded(index, both, latent, rotated, self.expand, state)
+        elif isinstance(attend, LatentAttend):
             mean, state = attend.latents(index, self.absorb(q), q_rope, latent, rotated, state)
             out = self.values_of(mean)
         else:

@@ -2,10 +2,12 @@
 
 from kvjax.pallas_kernels.float8_attention import float8_paged_attention
 from kvjax.pallas_kernels.latent_attention import (
+    EXPANDED_QUERIES,
     LatentDims,
     LatentForms,
     TokenPages,
     absorbed_or_expanded,
+    expanded_latent_attention,
     latent_attention,
     pages_of_tokens,
     ragged_latent_attention,
@@ -39,6 +41,7 @@ from kvjax.pallas_kernels.validate import check_ragged, check_tables
 from kvjax.pallas_kernels.validate_lists import check_page_lists
 
 __all__ = [
+    "EXPANDED_QUERIES",
     "IMPLEMENTATIONS",
     "OPERATIONS",
     "AttentionOutput",
@@ -56,6 +59,7 @@ __all__ = [
     "check_ragged",
     "check_tables",
     "encoded_before",
+    "expanded_latent_attention",
     "float8_paged_attention",
     "latent_attention",
     "lightning_scores",

@@ -1,5 +1,6 @@
 """The rules of attention over latents: shapes and dtypes, before tracing."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,6 +47,65 @@ def check_latents(
     Raises:
         ValueError: any rule is broken; the message names the argument.
     """
+    batch = _check_sequences(block_tables, per_sequence)
+    scale = _check_operands(q_latent, q_rope, latents, ropes, scale, page_stats)
+    if "cu_q_lengths" not in per_sequence and q_latent.shape[0] != batch:
+        raise ValueError(
+            f"q_latent has {q_latent.shape[0]} rows and block_tables has {batch}; latent_attention "
+            "takes one query a sequence (ragged_latent_attention takes several)"
+        )
+    return scale
+
+
+def check_expanded(
+    q: Float[Array, "T H D"],
+    latents: Float[Array, "N P Dc"],
+    ropes: Float[Array, "N P Dr"],
+    block_tables: Int32[Array, "B M"],
+    *,
+    scale: float,
+    implementation: str | None,
+    **per_sequence: Int32[Array, "B"] | Int32[Array, "B+1"],
+) -> float:
+    """Check the arguments of one call of `expanded_latent_attention`.
+
+    Args:
+        q: [T, H, D].
+        latents: [N, P, Dc].
+        ropes: [N, P, Dr].
+        block_tables: int32 [B, M].
+        scale: factor of the scores.
+        implementation: None, "reference" or "xla".
+        **per_sequence: int32 [B] under the caller's own argument names; `cu_q_lengths` is [B + 1].
+
+    Returns:
+        The scale to use.
+
+    Raises:
+        ValueError: any rule is broken; the message names the argument.
+    """
+    _check_sequences(block_tables, per_sequence)
+    check_float("q", q, "[T, H, D]")
+    check_float("latents", latents, "[N, P, Dc]")
+    check_float("ropes", ropes, "[N, P, Dr]")
+    if latents.shape[:2] != ropes.shape[:2]:
+        raise ValueError(
+            f"latents has shape {latents.shape} and ropes {ropes.shape}; they must be [N, P, Dc] "
+            "and [N, P, Dr]: latents and position keys of the same pages"
+        )
+    if implementation not in (None, "reference", "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} must be None, 'reference' or 'xla': there is no "
+            "other kernel of the expanded form"
+        )
+    return check_positive("scale", scale)
+
+
+def _check_sequences(
+    block_tables: Int32[Array, "B M"],
+    per_sequence: Mapping[str, Int32[Array, "B"] | Int32[Array, "B+1"]],
+) -> int:
+    """Check block tables and what there is one of a sequence; returns B."""
     check_int32("block_tables", block_tables, "[B, M]")
     if 0 in block_tables.shape:
         raise ValueError(
@@ -60,13 +120,7 @@ def check_latents(
                 f"{name} has shape {rows.shape}; block_tables has {batch} rows, so it must be "
                 f"({batch + ends},)"
             )
-    scale = _check_operands(q_latent, q_rope, latents, ropes, scale, page_stats)
-    if "cu_q_lengths" not in per_sequence and q_latent.shape[0] != batch:
-        raise ValueError(
-            f"q_latent has {q_latent.shape[0]} rows and block_tables has {batch}; latent_attention "
-            "takes one query a sequence (ragged_latent_attention takes several)"
-        )
-    return scale
+    return batch
 
 
 def check_latent_lists(

@@ -13,13 +13,15 @@ from kvjax.cache import (
 )
 from kvjax.decode.attend_chosen import Chosen, ChunkChoice, DecodeChoice
 from kvjax.decode.attend_latents import (
+    attend_expanded_latents,
     attend_latents,
     attend_ragged_latents,
+    expands_latents,
     keeps_latents,
     scored_keys,
 )
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
-from kvjax.decode.latents_as_one_head import AsOneHead
+from kvjax.decode.latents_as_one_head import AsOneHead, Expanded
 from kvjax.models import Attend, ModelConfig
 from kvjax.pallas_kernels import (
     PackedPages,
@@ -213,7 +215,12 @@ def chunk_attend(
     kv_lengths = cache.lengths + jnp.diff(cu_lengths)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, state: PagedKVCache, chosen: Chosen | None
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        state: PagedKVCache,
+        chosen: Chosen | Expanded | None,
     ) -> tuple[Array, PagedKVCache]:
         packed = state.recent[layer] is not None
         before = state
@@ -223,9 +230,13 @@ def chunk_attend(
         elif state.spec.source(layer) == layer:
             at = token_slots(cache, sequences, indices, layer)
             state = write(state, layer, k, v, at)
-        if chosen is not None:
+        if isinstance(chosen, Chosen):
             return chosen.attended(config, layer, q, state, implementation).out, state
         tables, lengths = state.tables(layer), kv_lengths
+        if chosen is not None:
+            where = tables, lengths, cu_lengths
+            result = attend_expanded_latents(config, layer, q, state, *where, chosen.expand)
+            return result.out, state
         if packed:
             tables, lengths = _after_sinks(state, kv_lengths)
         residual = state.recent_tokens if packed else None
@@ -250,8 +261,11 @@ def chunk_attend(
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
+    def expanding(layer: int, queries: int) -> bool:
+        return expands_latents(config, layer, queries, cache, implementation)
+
     choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, implementation)
-    return AsOneHead(attend, choice)
+    return AsOneHead(attend, choice, expanding)
 
 
 def newest_attend(

@@ -4,13 +4,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache import PagedKVCache
-from kvjax.models import ModelConfig
+from kvjax.models import Expand, ModelConfig
 from kvjax.pallas_kernels import (
+    EXPANDED_QUERIES,
+    LatentDims,
     PackedPages,
+    absorbed_or_expanded,
+    expanded_latent_attention,
     latent_attention,
     ragged_latent_attention,
     token_latent_attention,
 )
+from kvjax.pallas_kernels.latent_attention.api import implementation_for
 from kvjax.pallas_kernels.output import AttentionOutput
 from kvjax.pallas_kernels.support import Implementation
 
@@ -95,6 +100,73 @@ def attend_ragged_latents(
         scale=config.scale(layer),
         residual=residual,
         implementation=implementation,
+    )
+
+
+def expands_latents(
+    config: ModelConfig,
+    layer: int,
+    queries: int,
+    cache: PagedKVCache,
+    implementation: Implementation | None,
+) -> bool:
+    """Whether a chunk's queries attend to keys and values made of latents, at less cost.
+
+    Only where XLA runs attention: there is no Mosaic or Triton kernel of that form.
+
+    Args:
+      config: the model's.
+      layer: which.
+      queries: of the chunk; a sequence has as many at most.
+      cache: whose pages to read.
+      implementation: of `ragged_latent_attention`, or None.
+    """
+    of, room = config.layers[layer], cache.max_pages * cache.page_size
+    if of.latent is None or not keeps_latents(cache, layer) or cache.recent[layer] is not None:
+        return False
+    dims = LatentDims(of.latent.rank, of.rope_dim, of.head_dim - of.rope_dim, of.value_dim)
+    ropes, latents = cache.pools(layer)
+    assert not isinstance(ropes, PackedPages)  # their tokens would stand in `recent`
+    assert not isinstance(latents, PackedPages)
+    operands = (latents, ropes, latents[:, 0], ropes[:, 0])
+    if min(dims) < 1 or implementation_for(operands, implementation) != "xla":
+        return False
+    most = min(queries, room, EXPANDED_QUERIES)
+    return absorbed_or_expanded(most, room, of.num_heads, dims).cheaper == "expanded"
+
+
+def attend_expanded_latents(
+    config: ModelConfig,
+    layer: int,
+    q: Float[Array, "T H D"],
+    cache: PagedKVCache,
+    tables: Int32[Array, "B M"],
+    kv_lengths: Int32[Array, " B"],
+    cu_lengths: Int32[Array, " B1"],
+    expand: Expand,
+) -> AttentionOutput:
+    """Attend a ragged chunk's queries to the keys and values made of the latents in pages.
+
+    Args:
+      config: the model's.
+      layer: one that keeps latents.
+      q: [T, H, D].
+      cache: whose pages to read.
+      tables: int32 [B, M], which ones.
+      kv_lengths: int32 [B], tokens of each sequence, the chunk's included.
+      cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
+      expand: of the layer.
+    """
+    _, _, latents, ropes = _operands(cache, layer, q)
+    return expanded_latent_attention(
+        q,
+        latents,
+        ropes,
+        tables,
+        kv_lengths,
+        cu_lengths,
+        expand=expand,
+        scale=config.scale(layer),
     )
 
 

@@ -2,13 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.models import Indexed
+from kvjax.models import Expand, Indexed
 from kvjax.models.attention import State
+
+
+class Expanded(NamedTuple):
+    """That latents are to be attended to as the keys and values that are made of them."""
+
+    expand: Expand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +26,14 @@ class AsOneHead(Generic[State]):
         that is keys [T, 1, Dr], values [T, 1, Dc] and queries [T, H, Dc + Dr]: absorbed, and the
         rotated part.
       choice: keeps index keys, and chooses by them; None where no layer has an indexer.
+      expanding: of a layer and a number of queries, whether keys and values are made of latents;
+        `attend` is then given queries [T, H, D] of these, and an `Expanded` in place of a choice.
+        None is never.
     """
 
     attend: Callable[[int, Array, Array, Array, State, Any], tuple[Array, State]]
     choice: Callable[[int, Indexed, State], tuple[Any, State]] | None = None
+    expanding: Callable[[int, int], bool] | None = None
 
     def __call__(
         self, layer: int, q: Array, k: Array, v: Array, state: State
@@ -47,6 +57,23 @@ class AsOneHead(Generic[State]):
     ) -> tuple[Float[Array, "T H Dc"], State]:
         """As `kvjax.models.LatentAttend` says."""
         return self.chosen_latents(layer, q, q_rope, latent, rotated, None, state)
+
+    def expands(self, layer: int, queries: int) -> bool:
+        """As `kvjax.models.ExpandingAttend` says."""
+        return self.expanding is not None and self.expanding(layer, queries)
+
+    def expanded(
+        self,
+        layer: int,
+        q: Float[Array, "T H D"],
+        latent: Float[Array, "T Dc"],
+        rotated: Float[Array, "T Dr"],
+        expand: Expand,
+        state: State,
+    ) -> tuple[Float[Array, "T H Dv"], State]:
+        """As `kvjax.models.ExpandingAttend` says."""
+        one_head = rotated[:, None], latent[:, None]
+        return self.attend(layer, q, *one_head, state, Expanded(expand))
 
     def chosen_latents(
         self,

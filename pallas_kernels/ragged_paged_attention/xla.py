@@ -5,8 +5,10 @@ for the whole block, from the oldest visible page to the newest, with a running 
 (FlashAttention, arXiv:2205.14135, algorithm 1); rows of other sequences keep what they have.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -42,7 +44,7 @@ class _Running(NamedTuple):
 
 
 def ragged_paged_attention_xla(
-    q: Float[Array, "T Hq D"],
+    q: Float[Array, "T Hq Dq"],
     k_pages: KeyPool,
     v_pages: ValuePool,
     block_tables: Int32[Array, "B M"],
@@ -57,11 +59,13 @@ def ragged_paged_attention_xla(
     page_stats: bool,
     residual: int | None = None,
     value_q: Float[Array, "T Hq Dv"] | None = None,
+    expand: Callable[[Array, Array], tuple[Array, Array]] | None = None,
+    query_block: int = QUERY_BLOCK,
 ) -> AttentionOutput:
     """Attend a ragged batch to its pages; the contract is that of `ragged_paged_attention`.
 
     Args:
-        q: [T, Hq, D].
+        q: [T, Hq, Dq], as wide as the keys that it scores.
         k_pages: [N, Hkv, P, D].
         v_pages: [N, Hkv, P, Dv].
         block_tables: int32 [B, M].
@@ -75,17 +79,25 @@ def ragged_paged_attention_xla(
         page_stats: whether to return page statistics.
         residual: newest tokens that a query does not see here, or None.
         value_q: [T, Hq, Dv], queries that score the values too (MLA; no soft cap then), or None.
+        expand: makes every query head's keys [S, Hq, D] and values [S, Hq, Dv] of a block's rows of
+            `v_pages` and of `k_pages`, which have one head (MLA), or None.
+        query_block: rows of q that walk the pages together.
 
     Returns:
         The `AttentionOutput`, T = q.shape[0].
     """
     _, kv_heads, page_size, _ = k_pages.shape
     count, query_heads, _ = q.shape
+    value_dim = v_pages.shape[3]
+    if expand is not None:
+        kv_heads = query_heads
+        one = (jax.ShapeDtypeStruct((1, x.shape[3]), jnp.float32) for x in (v_pages, k_pages))
+        value_dim = jax.eval_shape(expand, *one)[1].shape[2]
     batch, width = block_tables.shape
     groups = query_heads // kv_heads
     f32 = jnp.float32
 
-    block = min(QUERY_BLOCK, count)
+    block = min(query_block, count)
     blocks = -(-count // block)
     pages = max(1, min(BLOCK_TOKENS // page_size, width))
     tables = padded_tables(block_tables, pages)
@@ -136,6 +148,8 @@ def ragged_paged_attention_xla(
                 v = gather_heads(v_pages, names, v_flat).astype(f32)
                 # A slot that no row here may see can hold NaN, and 0 * NaN is NaN.
                 v = jnp.where(held[None, :, None], v, 0.0)
+                if expand is not None:
+                    k, v = (x.swapaxes(0, 1).astype(f32) for x in expand(v[0], k[0]))
                 s = scores_of(queries, k, scale, soft_cap)
                 if value_queries is not None:
                     s += scores_of(value_queries, v, scale, None)
@@ -148,7 +162,7 @@ def ragged_paged_attention_xla(
         shape = (kv_heads, rows)
         stats = (kv_heads, rows, columns)
         running = _Running(
-            out=jnp.zeros((*shape, v_pages.shape[3]), f32),
+            out=jnp.zeros((*shape, value_dim), f32),
             top=jnp.full(shape, -jnp.inf, f32),
             total=jnp.zeros(shape, f32),
             page_max=jnp.full(stats, -jnp.inf, f32) if page_stats else None,

@@ -14,8 +14,8 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig, KvjaxError
-from kvjax.cache import fork
-from kvjax.decode import Sampling, inputs
+from kvjax.cache import fork, init
+from kvjax.decode import Sampling, attend_latents, inputs
 from kvjax.decode.opening import _prefill_chunk
 from kvjax.decode.sampling import make_sampler
 from kvjax.decode.shapes import plan
@@ -23,10 +23,11 @@ from kvjax.decode.step import RUNNING, Prompts, Rules, decode_step, prefill_chun
 from kvjax.decode.stream import _step
 from kvjax.model import from_checkpoint, kv_spec
 from kvjax.models import Indexer, Latent, LayerConfig, RopeScaling, random_checkpoint
+from kvjax.pallas_kernels import expanded_latent_attention
 from kvjax.pallas_kernels.mosaic.layout import pool_format
 from tests.kvjax.cache.plain import scattered
 from tests.kvjax.decode.test_tpu_compile import ABSTRACT_MESH, on, there  # noqa: F401
-from tests.kvjax.decode.tiny import VOCAB, config, no_cache_logits, prompt
+from tests.kvjax.decode.tiny import VOCAB, config, logprobs, no_cache_logits, prompt
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "models" / "data"
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -121,6 +122,31 @@ def test_forks_equal_one_expanded_forward():
     got = paged_logits(of, prompts, more)
     for logits, ids, rest in zip(got, [*prompts, prompts[1]], more, strict=True):
         np.testing.assert_allclose(logits, no_cache_logits(of, ids + rest), atol=1e-4)
+
+
+def test_large_chunks_make_keys_and_values_of_latents(monkeypatch):
+    """Where that costs less; a chunk holds several prompts, and a part of one after another."""
+    made = config(latent_layer(2, 6, 4, 300, 8), latent_layer(2, 6, 4, 300, 8))
+    of = from_checkpoint(random_checkpoint(made, seed=3), name="wide", dtype="float32")
+    prompts, calls = [prompt(150), prompt(30, seed=1)], []
+
+    def attend(q, *args, **options):
+        calls.append(q.shape)
+        return expanded_latent_attention(q, *args, **options)
+
+    cache = CacheConfig(page_size=8)
+    monkeypatch.setattr(attend_latents, "expanded_latent_attention", attend)
+    scored = kvjax.score(of, prompts[0], prefill_chunk=64, cache=cache)
+    expected = logprobs(no_cache_logits(of, prompts[0]), prompts[0])
+    np.testing.assert_allclose(scored.logprobs[1:], expected, atol=1e-5, rtol=1e-5)
+    assert calls == [(64, 2, 10)] * 2  # of both layers
+    pages = init(of.spec, num_pages=20, batch=1, max_pages=20, page_size=8)
+    wins = [attend_latents.expands_latents(of.config, 0, n, pages, None) for n in (1, 64)]
+    assert wins == [False, True]
+    result = kvjax.generate(of, prompts, max_new_tokens=4, stop_tokens=(), cache=cache)
+    for ids, tokens in zip(prompts, result.tokens, strict=True):
+        logits = no_cache_logits(of, [*ids, *tokens])
+        assert logits[len(ids) - 1 : -1].argmax(axis=1).tolist() == tokens
 
 
 def test_what_a_token_costs_is_what_pages_take():
