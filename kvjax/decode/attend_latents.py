@@ -125,10 +125,8 @@ def expands_latents(
     if of.latent is None or not keeps_latents(cache, layer) or cache.recent[layer] is not None:
         return False
     dims = LatentDims(of.latent.rank, of.rope_dim, of.head_dim - of.rope_dim, of.value_dim)
-    ropes, latents = cache.pools(layer)
-    assert not isinstance(ropes, PackedPages)  # their tokens would stand in `recent`
-    assert not isinstance(latents, PackedPages)
-    operands = (latents, ropes, latents[:, 0], ropes[:, 0])
+    latents, ropes = _plain_pools(cache, layer)
+    operands = (latents, ropes, latents, ropes)
     if min(dims) < 1 or implementation_for(operands, implementation) != "xla":
         return False
     most = min(queries, room, EXPANDED_QUERIES)
@@ -157,11 +155,9 @@ def attend_expanded_latents(
       cu_lengths: int32 [B + 1], where each sequence's tokens start in the chunk.
       expand: of the layer.
     """
-    _, _, latents, ropes = _operands(cache, layer, q)
     return expanded_latent_attention(
         q,
-        latents,
-        ropes,
+        *_plain_pools(cache, layer),
         tables,
         kv_lengths,
         cu_lengths,
@@ -194,6 +190,16 @@ def attend_chosen_latents(
         scale=config.scale(layer),
         implementation=implementation,
     )
+
+
+def _plain_pools(
+    cache: PagedKVCache, layer: int
+) -> tuple[Float[Array, "N P Dc"], Float[Array, "N P Dr"]]:
+    """Latents and position keys of a layer without a format."""
+    ropes, latents = cache.pools(layer)
+    assert not isinstance(ropes, PackedPages)
+    assert not isinstance(latents, PackedPages)
+    return latents[:, 0], ropes[:, 0]
 
 
 def _operands(
