@@ -73,7 +73,8 @@ def source_of(name: str) -> ModelSource:
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise KvjaxError(
         f"no model is called {name!r}; {hint}names: {', '.join(MODELS)}; "
-        "hf:ORG/NAME takes one from Hugging Face"
+        "hf:ORG/NAME takes one from Hugging Face; to load one, the path of a GGUF file or of a "
+        "folder will do too"
     )
 
 

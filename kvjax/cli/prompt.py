@@ -1,12 +1,14 @@
 """Where a command's text comes from: an argument, a file, standard input, or several of them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvjax.cli.console import note
 from kvjax.errors import KvjaxError, as_kvjax_error
 from kvjax.model import Model
 
@@ -21,6 +23,10 @@ FromStdin = Annotated[
 
 MOST_BYTES = 64 << 20
 """Of one file or of standard input: more than any context holds, and little enough to read."""
+
+
+_FILE_NAME = re.compile(r"\S*\.(txt|md|rst|json|html?|tex|py|csv|log)", re.IGNORECASE)
+"""What is more likely a file's name than a text."""
 
 
 def gather(argument: str | None, file: Path | None, stdin: bool) -> str:
@@ -40,6 +46,8 @@ def gather(argument: str | None, file: Path | None, stdin: bool) -> str:
         parts.append(argument)
     if not parts:
         raise KvjaxError("no text: give it as an argument, with --file FILE, or with --stdin")
+    if argument is not None and len(parts) == 1 and _FILE_NAME.fullmatch(argument):
+        note(f"the text is {argument!r} itself; a file of that name is read with --file {argument}")
     text = parts[0] if len(parts) == 1 else "\n\n".join(part.strip() for part in parts)
     if not text.strip():
         raise KvjaxError("the text is empty: there is nothing to read")

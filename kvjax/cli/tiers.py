@@ -46,6 +46,23 @@ class TierOptions:
     indexer: pathlib.Path | None = None
 
     @property
+    def given(self) -> list[str]:
+        """The options that say something, but for those of what selects the pages."""
+        default = TierOptions(None, Window())
+        said = (
+            ("--window", self.window.times != Window.times),
+            ("--window-plan", self.window.plan is not None),
+            ("--evict", self.window.evict != Window.evict),
+            ("--calibration", self.calibration is not None),
+            ("--page-order", self.order != default.order),
+            ("--keep-generated", self.keep_generated),
+            ("--codec", self.codec != default.codec),
+            ("--hot-exact", self.hot_exact),
+            ("--observe", self.observe != default.observe),
+        )
+        return [option for option, is_said in said if is_said]
+
+    @property
     def selected_by(self) -> str:
         """The option that says what selects the pages, as it is typed."""
         if self.indexer is not None:
@@ -220,11 +237,11 @@ def with_tiers(
       KvjaxError: they do not go together.
     """
     if tiers.select is None:
-        if tiers != TierOptions(None, Window()):
+        given = tiers.given
+        if given:
             raise KvjaxError(
-                "--window, --window-plan, --calibration, --observe, --codec, --page-order, "
-                "--keep-generated, --hot-exact and --evict are of use with --select or --indexer "
-                "only: say what selects the pages, such as --select low-bit"
+                f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} of use with --select or "
+                f"--indexer only: say what selects the pages, such as --select low-bit"
             )
         return cache
     default = PrefixConfig()

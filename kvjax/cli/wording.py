@@ -12,6 +12,8 @@ _REPLACED = (
      r"--cache-dtype \1 and --dtype \1"),
     (r"attention='(\w+)' cannot run: (.*); pass attention=None",
      r"--attention \1 cannot run: \2; leave it out"),
+    (r"format is (.*), or None; those of a calibration are .*",
+     r"--format is \1; those of a calibration need --format-calibration FILE too"),
     (r"^attention is", "--attention is"),
     (r"^dtype is (.*): must be 'auto'", r"--dtype is \1: must be 'auto'"),
     (r"^dtype is", "--cache-dtype is"),

@@ -394,6 +394,8 @@ def by_channel(bits: int) -> Packing:
 def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
     """KIVI (arXiv:2402.02750, section 3): keys by channel over tokens, values by token.
 
+    Latents, which are keys and values, are packed as keys.
+
     Args:
       bits: 2 or 4.
       group: elements that share a scale and a middle, in float16 each; pages hold whole groups.
@@ -401,11 +403,9 @@ def kivi(bits: int = 2, *, group: int = 32, residual: int = 128) -> Format:
     """
     if isinstance(bits, bool) or bits not in (2, 4):
         raise KvjaxError(f"bits is {bits!r}: must be 2 or 4")
-    return Format(
-        Packing(bits=bits, tokens=group, channels=1, scale_dtype="float16"),
-        Packing(bits=bits, tokens=1, channels=group, scale_dtype="float16"),
-        residual=residual,
-    )
+    keys = Packing(bits=bits, tokens=group, channels=1, scale_dtype="float16")
+    values = Packing(bits=bits, tokens=1, channels=group, scale_dtype="float16")
+    return Format(keys, values, residual=residual, latents=LayerFormat(keys, keys))
 
 
 NAMED = {

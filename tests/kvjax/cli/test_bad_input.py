@@ -101,6 +101,12 @@ CASES = [
     ("generate abc --model text.gguf", "text.gguf: not a GGUF file"),
     ("generate abc --model foreign.gguf", "general.architecture is 'mamba'"),
     ("generate abc --model nan.gguf", "layers.1.mlp.up.weight holds NaN"),
+    ("generate abc --format int5 --model tiny.gguf", "calibration need --format-calibration FILE"),
+    ("generate abc --hot-exact --model tiny.gguf", "error: --hot-exact is of use with --select"),
+    (
+        "generate abc --evict lru --observe 4 --model tiny.gguf",
+        "--evict, --observe are of use with",
+    ),
     # score
     ("score a --model tiny.gguf", "at least 2"),
     ("score abc --tokens one.json --model tiny.gguf", "--tokens stands in a text's place"),
@@ -204,3 +210,30 @@ def test_faults_of_kvjax_keep_their_traceback(files, monkeypatch, kind):
         app, ["score", "abc", "--model", str(files / "tiny.gguf"), "--cache-dir", str(files)]
     )
     assert type(result.exception) is kind
+
+
+@pytest.mark.parametrize(("text", "said"), [("nope.txt", True), ("see nope.txt", False)])
+def test_a_text_that_looks_like_a_file_is_told_to_be_none(files, monkeypatch, text, said):
+    monkeypatch.chdir(files)
+    words = ["score", text, "--model", "tiny.gguf", "--cache-dir", "cache"]
+    result = typer.testing.CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert ("a file of that name is read with --file nope.txt" in result.stderr) == said
+
+
+def test_a_store_is_named_as_it_was_given(files, monkeypatch):
+    monkeypatch.chdir(files)
+    (files / "strange").mkdir()
+    (files / "strange" / "x").write_text("")
+    for words, message in (
+        (
+            ["ls", "--store", "nowhere"],
+            "nowhere holds no page store, and who only reads makes none",
+        ),
+        (["gc", "--store", "strange"], "strange holds other things, such as 'x'"),
+        (["gc", "--store", "empty.txt"], "empty.txt is a file; a page store is a folder"),
+    ):
+        result = typer.testing.CliRunner().invoke(app, ["store", *words])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "file:" not in result.stderr

@@ -55,7 +55,7 @@ def test_what_was_found_is_shown_written_and_used(run, folder):
     ("arguments", "said"),
     [
         (("--window", "2"), "--calibration is .*, and --window or --window-plan is given too"),
-        ((), "--hot-exact and --evict are of use with --select or --indexer only"),
+        ((), "error: --calibration is of use with --select or --indexer only"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments, said):

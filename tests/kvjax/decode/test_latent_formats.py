@@ -11,7 +11,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig, KvjaxError
-from kvjax.formats import NAMED, Format, StaticFloat8, int4, int8
+from kvjax.formats import NAMED, Format, StaticFloat8, int4, int8, kivi
 from kvjax.formats.constant import Constant
 from kvjax.pallas_kernels import encoded_before
 from kvjax.policies import Place, Select, Window
@@ -82,14 +82,18 @@ class Oracle:
 FORMATS = {
     "int8, newest 35 tokens": ("yarn", dataclasses.replace(int8(), residual=35)),
     "int4": ("deepseek_v3", int4()),
+    "kivi4, newest 32 tokens": ("yarn", kivi(4, residual=32)),
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("kivi" in name)) for name in FORMATS],
+)
 def test_scores_are_those_of_numpy(name):
     of, format = model(FORMATS[name][0]), FORMATS[name][1]
     ids = np.asarray(prompt(160)) % of.config.vocab_size
-    cache = CacheConfig(format=format)
+    cache = CacheConfig(format=format, page_size=32 if "kivi" in name else 16)
     got = kvjax.score(of, ids[:TOKENS].tolist(), cache=cache, prefill_chunk=64)
     oracle = Oracle(of, format, 160, cache.page_size)
     want = logprobs(oracle.logits(ids)[:TOKENS], ids[:TOKENS])
