@@ -7,13 +7,13 @@ place where the prefix ends, which is why it serves prompts that begin with all 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt8
 
 from kvjax.cache import PagedKVCache, Recent, recent_slots
 from kvjax.cache.pages import put_packed
@@ -27,7 +27,7 @@ class PackedPrefix(NamedTuple):
 
     keys: UInt8[np.ndarray, "L N Hkv P W"]
     values: UInt8[np.ndarray, "L N Hkv P W"]
-    decoded: Float[np.ndarray, "L N Hkv P D"]  # what those of keys stand for
+    decoded: Float[np.ndarray, "L N Hkv P D"]  # what queries score of what they stand for
     exact: dict[str, np.ndarray]  # by name, keys and values [packed layers, S + R, Hkv, D]
     finite: bool  # whether all that the bytes stand for is
 
@@ -82,8 +82,15 @@ def packed_prefix(form: StoredForm, cache: PagedKVCache, pages: int) -> PackedPr
     keys, values = (np.stack(kind) for kind in zip(*both, strict=True))
     group = exact_group(pages * size)
     arrays = zip(("keys", "values"), zip(*exact, strict=True), strict=True)
-    named = {f"{group}.{name}": np.stack(array) for name, array in arrays}
+    named = {f"{group}.{name}": _stacked(array) for name, array in arrays}
     return PackedPrefix(keys, values, np.stack(decoded), named, finite)
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> Shaped[np.ndarray, "L E Hkv D"]:
+    """Layers' arrays in one, with zeros behind rows that are not the longest."""
+    most = max(array.shape[-1] for array in arrays)
+    rest = ((0, 0), (0, 0))
+    return np.stack([np.pad(array, (*rest, (0, most - array.shape[-1]))) for array in arrays])
 
 
 def recent_arrays(recent: Recent) -> tuple[Array, Array]:
@@ -100,7 +107,7 @@ def _layer_pages(
     table: Int32[Array, " M"],
     apart: Int32[Array, " E"],
 ) -> tuple[UInt8[Array, "two M Hkv P W"], Float[Array, "M Hkv P D"], Bool[Array, ""]]:
-    """One layer's pages as bytes, keys as numbers, and whether all numbers are finite.
+    """One layer's pages as bytes, what queries score of them, and whether all numbers are finite.
 
     Pages that are not encoded yet are now.
 
@@ -126,7 +133,7 @@ def _layer_pages(
         taken.append(put_packed((pages,), (encoded,), apart)[0])
     keys, values = map(form.numbers, taken)
     finite = jnp.isfinite(keys).all() & jnp.isfinite(values).all()
-    return form.as_bytes(taken[0], taken[1]), keys, finite
+    return form.as_bytes(taken[0], taken[1]), form.scored(keys, values), finite
 
 
 def exact_tokens(
@@ -139,10 +146,11 @@ def exact_tokens(
       arrays: of the prefix, by name, the group's left out: "keys" and "values".
     """
     packed = [layer for layer in range(len(form.spec.layers)) if form.packed(layer)]
-    tokens = {
-        layer: ExactTokens(jnp.asarray(keys), jnp.asarray(values))
-        for layer, keys, values in zip(packed, arrays["keys"], arrays["values"], strict=True)
-    }
+    tokens = {}
+    for layer, *kept in zip(packed, arrays["keys"], arrays["values"], strict=True):
+        _, *dims = form.spec.layers[layer].pool_dims
+        keys, values = (array[..., :dim] for array, dim in zip(kept, dims, strict=True))
+        tokens[layer] = ExactTokens(jnp.asarray(keys), jnp.asarray(values))
     return tuple(tokens.get(layer) for layer in range(len(form.spec.layers)))
 
 

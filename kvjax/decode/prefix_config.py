@@ -206,16 +206,15 @@ def check_codec(codec: str, dtype: str) -> None:
         )
 
 
-def check_latents(config: PrefixConfig, model: Model, cache: CacheConfig) -> None:
-    """Refuse what pages of latents are not stored in, or cannot be chosen by.
+def check_latents(config: PrefixConfig, model: Model) -> None:
+    """Refuse what pages of latents cannot be chosen by.
 
     Args:
       config: of the prefixes.
       model: the caller's.
-      cache: of a call.
 
     Raises:
-      KvjaxError: keys are to be read without values, or a format is given.
+      KvjaxError: keys are to be read without values.
     """
     if not keeps_latents(model.config):
         return
@@ -223,11 +222,6 @@ def check_latents(config: PrefixConfig, model: Model, cache: CacheConfig) -> Non
         raise KvjaxError(
             f"by is {config.by!r} and {model.name} keeps latents, of which keys are most: to read "
             f"all keys is to read the prefix; choose by 'low-bit', 'mean', 'quest' or 'all'"
-        )
-    if cache.page_format is not None:
-        raise KvjaxError(
-            f"cache.format is given and {model.name} keeps latents: prefixes of latents are stored "
-            f"as the model made them; leave out format"
         )
 
 

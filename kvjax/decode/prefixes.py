@@ -134,13 +134,13 @@ class PrefixCache:
           KvjaxError: the prompt is shorter than a page or longer than the model's context, the
             model has layers whose pages cannot be chosen from, the codec cannot encode the cache's
             dtype, or a format is given and tokens are chosen, or the model's pages do not fit it,
-            or the model keeps latents and keys are to be read apart or a format is given.
+            or the model keeps latents and keys are to be read apart.
           StoreError: the store cannot be written; nothing was published.
         """
         cache = cache or CacheConfig()
         check_layers(model)
         check_format(self.config, cache)
-        check_latents(self.config, model, cache)
+        check_latents(self.config, model)
         check_codec(self.config.codec, cache_spec(model, cache).dtype)
         ids = inputs.token_ids(model, prompt)
         if len(ids) < cache.page_size:

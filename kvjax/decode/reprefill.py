@@ -120,7 +120,7 @@ def _fetching(
         assert keys is not None  # of layers that share pages no prefix is stored
         assert values is not None
         page = form.page if form is not None else _page(keys)
-        queries = form.padded(q) if isinstance(form, LatentRows) else q
+        queries = q if form is None else form.padded(q)
         asked = Asked(layer, queries, valid, page, form)
         window = decoder.config.layers[layer].window
         if window is None:

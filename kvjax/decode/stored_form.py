@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
 from kvjax.cache.pages import set_page
+from kvjax.decode.latent_rows import LatentRows
 from kvjax.decode.page_bytes import array_bytes, bytes_array, packed_bytes, page_bytes, pages_of
 from kvjax.formats import Format, PagePacking
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages
@@ -54,6 +55,12 @@ class StoredForm:
     def always(self) -> tuple[int, int]:
         """First and last pages that are attended to whatever the budget."""
         return max(self.sinks // self.page_size, 1), max(self.newest // self.page_size, 1)
+
+    @property
+    def latents(self) -> LatentRows | None:
+        """Rows of latents, where all layers keep them."""
+        kept = all(layer.kind == "mla" for layer in self.spec.layers)
+        return LatentRows(self.spec, self.page_size) if kept else None
 
     def packed(self, layer: int) -> bool:
         """Whether a layer's pages are packed."""
@@ -132,6 +139,27 @@ class StoredForm:
         pages = pool.values() if isinstance(pool, PackedPages) else pool
         return pages.astype(jnp.dtype(self.spec.dtype))
 
+    def scored(
+        self, keys: Float[Array, "*n Hkv P D"], values: Float[Array, "*n Hkv P Dv"]
+    ) -> Float[Array, "*n Hkv P Dk"]:
+        """All that queries score: keys; of latents these and position keys, as wide in all layers.
+
+        Args:
+          keys: as numbers.
+          values: as numbers.
+        """
+        if self.latents is None:
+            return keys
+        return self.latents.padded(jnp.concatenate([values, keys], axis=-1))
+
+    def padded(self, queries: Float[Array, "T Hq D"]) -> Float[Array, "T Hq D2"]:
+        """Queries as wide as what they score.
+
+        Args:
+          queries: of a layer.
+        """
+        return queries if self.latents is None else self.latents.padded(queries)
+
     def put(
         self, layer: int, both: UInt8[Array, "two K Hkv P W"], pools: tuple[KeyPool, KeyPool]
     ) -> tuple[KeyPool, KeyPool]:
@@ -166,8 +194,7 @@ def _width(form: StoredForm) -> int:
 def _parts(form: StoredForm, layer: int) -> tuple[tuple[PagePacking | None, int, int], ...]:
     """Of a layer's keys and of its values: packing, elements a row, bytes of a head's page."""
     shape, chosen = form.spec.layers[layer], form.format.layer(form.spec, layer)
-    size, heads = form.page_size, shape.kv_heads
-    dims = (shape.head_dim, shape.value_dim)
+    size, (heads, *dims) = form.page_size, shape.pool_dims
     if chosen is None:
         return tuple((None, dim, size * dim * form.spec.bytes_per_element) for dim in dims)
     packings = zip((chosen.keys, chosen.values), dims, strict=True)

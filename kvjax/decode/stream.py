@@ -83,7 +83,7 @@ def stream(
         )
     if prefixes is not None:
         check_format(prefixes.config, cache)
-        check_latents(prefixes.config, model, cache)
+        check_latents(prefixes.config, model)
     ids = inputs.token_ids(model, prompt)
     if prefixes is not None:
         check_layers(model)

@@ -11,10 +11,14 @@ from flax import nnx
 
 import kvjax
 from kvjax import CacheConfig, KvjaxError
+from kvjax.decode import PrefixCache, PrefixConfig
+from kvjax.decode.meter import Meter
+from kvjax.decode.shapes import plan
 from kvjax.formats import NAMED, Format, StaticFloat8, int4, int8, kivi
 from kvjax.formats.constant import Constant
 from kvjax.pallas_kernels import encoded_before
 from kvjax.policies import Place, Select, Window
+from kvjax.storage.sessions import PageReads
 from tests.kvjax.decode import tiny
 from tests.kvjax.decode.forced import forced_logits
 from tests.kvjax.decode.test_latent_pages import model, paged_logits
@@ -25,10 +29,13 @@ TOKENS = 150
 
 
 class Oracle:
-    """Absorbed attention: each query sees as codes what was encoded when it came."""
+    """Absorbed attention: each query sees as codes what was encoded when it came.
+
+    Of layers in `read` it sees what is marked there.
+    """
 
     def __init__(self, of, format, tokens, page):
-        self.of, self.format, self.page = of, format, page
+        self.of, self.format, self.page, self.read = of, format, page, {}
         positions = np.arange(tokens)
         limit = [encoded_before(int(t), format.recent(page), page) for t in positions]
         self.seen = positions[None] <= positions[:, None]
@@ -46,11 +53,12 @@ class Oracle:
             pages = rows.reshape(-1, 1, self.page, rows.shape[1])
             first = jnp.arange(0, rows.shape[0], self.page, dtype=jnp.int32)
             parts.append((rows, packing.encode(pages, first)))
-        attend = functools.partial(self.attend, self.of.config.scale(layer))
+        attend = functools.partial(self.attend, layer)
         shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
         return jax.pure_callback(attend, shape, q, q_rope, *parts), state
 
-    def attend(self, scale, q, q_rope, latents, ropes):
+    def attend(self, layer, q, q_rope, latents, ropes):
+        scale, seen = self.of.config.scale(layer), self.seen & self.read.get(layer, True)
         q, q_rope = np.asarray(q, np.float64), np.asarray(q_rope, np.float64)
         both = [
             (np.asarray(rows, np.float64), unpacked(pages).reshape(rows.shape))
@@ -60,7 +68,7 @@ class Oracle:
             scale * (np.einsum("thc,sc->hts", q, c) + np.einsum("thr,sr->hts", q_rope, r))
             for c, r in zip(*both, strict=True)
         ]
-        scores = np.where(self.seen, np.where(self.coded, scores[1], scores[0]), -np.inf)
+        scores = np.where(seen, np.where(self.coded, scores[1], scores[0]), -np.inf)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         exact = np.einsum("hts,sc->thc", weights * ~self.coded, both[0][0])
@@ -138,6 +146,46 @@ def test_steps_over_tiers_are_those_of_numpy():
     # The larger layer's latents and position keys, of 13 and 6 elements: 4-bit codes, a scale and
     # a middle a channel, two units each: 122 bytes, in 8 rows of 16.
     assert stats.bytes_moved == 128 * stats.misses > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["low-bit", "quest"])
+def test_few_pages_of_a_stored_prefix_are_those_of_numpy(tmp_path, monkeypatch, by):
+    """Half of twelve; the first and the last are exact, and always among them."""
+    of, format, page, pages = tiny.model("latents"), int4(), 8, 12
+    ids, prefix = prompt(120), 8 * 12
+    cache = CacheConfig(page_size=page, format=format)
+    config = PrefixConfig(
+        load_policy="load", budget="6 pages", by=by, pooling=0.0, host_bytes=0, who="head"
+    )
+    PrefixCache(tmp_path, config=config).add(of, ids[:prefix], cache=cache)
+    asked, issue = {}, PageReads.issue
+
+    def noted(self, layer, ids, **rest):
+        asked[layer] = np.array(ids)
+        return issue(self, layer, ids, **rest)
+
+    monkeypatch.setattr(PageReads, "issue", noted)
+    prefixes = PrefixCache(tmp_path, config=config)  # as another process would
+    limits, meter = jnp.ones((1,), jnp.int32), Meter()
+    shapes = plan(of.config, of.spec, [105], new_tokens=1, prefill_chunk=512, cache=cache)
+    options = {"cache": cache, "limits": limits, "meter": meter}
+    found = prefixes.prefill(of, ids[:105], shapes, **options)
+    assert found.stats.pages_chosen == 6
+    oracle = Oracle(of, format, 120, page)
+    for layer, ((*chosen,),) in asked.items():
+        marked = np.ones((120, 120), bool)
+        chosen = {page for page in chosen if page < pages}
+        assert len(chosen) == 4
+        assert chosen.isdisjoint({0, 11})
+        unread = set(range(1, 11)) - chosen
+        marked[prefix:, [page * 8 + slot for page in unread for slot in range(8)]] = False
+        oracle.read[layer] = marked
+    assert sorted(oracle.read) == [0, 1]
+    got = np.asarray(nnx.merge(of.graphdef, of.params).logits(found.state.hidden))[0]
+    np.testing.assert_allclose(got, oracle.logits(ids)[104], atol=1e-4)
+    oracle.read = {}
+    assert np.abs(got - oracle.logits(ids)[104]).max() > 1e-2
 
 
 def test_what_a_page_takes():

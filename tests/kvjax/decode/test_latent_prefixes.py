@@ -110,7 +110,7 @@ def test_a_row_is_all_that_a_query_scores(ids):
     np.testing.assert_allclose(seen[0], scores[0][:, : 13 * PAGE, : 13 * PAGE], atol=1e-4)
 
 
-def test_what_latents_are_not_stored_in_is_refused(tmp_path, ids):
+def test_what_latents_are_not_chosen_by_is_refused(tmp_path, ids):
     model = tiny.model("latents")
     for by in ("keys", "h2o", "impress"):
         prefixes = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by=by))
@@ -118,9 +118,6 @@ def test_what_latents_are_not_stored_in_is_refused(tmp_path, ids):
             prefixes.add(model, ids, cache=CACHE)
         with pytest.raises(KvjaxError, match=r"to read all keys is to read the prefix; choose by"):
             kvjax.generate(model, ids, cache=CACHE, prefixes=prefixes)
-    packed = CacheConfig(page_size=PAGE, format="int8")
-    with pytest.raises(KvjaxError, match=r"cache\.format is given and latents keeps latents"):
-        PrefixCache(tmp_path).add(model, ids, cache=packed)
     sparse = kvjax.load(DATA / "deepseek_v32", dtype="float32")
     with pytest.raises(KvjaxError, match="chooses tokens by an indexer, whose keys are not stored"):
         PrefixCache(tmp_path).add(sparse, ids, cache=CACHE)

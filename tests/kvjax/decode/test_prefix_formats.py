@@ -227,6 +227,7 @@ CASES = {
     "windows skipped": ("gemma", int8(), {"who": "period", "period": 2, "device_bytes": 1 << 20}),
     "kvquant": ("llama", kvquant(), {"by": "low-bit", "pin_host": True}),
     "more is newest than there is": ("llama", dataclasses.replace(int8(), residual=400), {}),
+    "latents": ("latents", dataclasses.replace(int8(), sinks=1), {"by": "low-bit"}),
     "zstd": ("llama", int4(), {"codec": "zstd", "by": "all"}),
 }
 
