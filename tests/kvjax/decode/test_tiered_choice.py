@@ -9,11 +9,12 @@ import pytest
 from kvjax.config import CacheConfig
 from kvjax.decode import generate, stream
 from kvjax.errors import KvjaxError
+from kvjax.load import load
 from kvjax.model import from_checkpoint, kv_spec
 from kvjax.policies import Place, Select, Window
 from tests.kvjax.decode.forced import forced_logits
 from tests.kvjax.decode.test_latent_pages import paged_logits
-from tests.kvjax.decode.test_sparse_latents import assert_greedy, checkpoint, with_layers
+from tests.kvjax.decode.test_sparse_latents import DATA, assert_greedy, checkpoint, with_layers
 from tests.kvjax.decode.tiny import model as tiny
 from tests.kvjax.decode.tiny import no_cache_logits, prompt
 
@@ -38,7 +39,11 @@ def over_tiers(times=1, index_dtype=None, **place):
 
 @pytest.mark.parametrize(
     ("times", "top_k"),
-    [(0, 9), (1, 3), pytest.param(None, 9, marks=pytest.mark.slow)],
+    [
+        pytest.param(0, 9, marks=pytest.mark.slow),
+        (1, 3),
+        pytest.param(None, 9, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_attend_to_what_the_indexer_chooses(times, top_k):
     """With three tokens a step slots have room for three pages of nine, and the open one."""
@@ -57,6 +62,18 @@ def test_steps_attend_to_what_the_indexer_chooses(times, top_k):
     if times is not None:
         assert 0 < stats.misses <= stats.reads * (1 if times == 0 else 0.8)
         assert stats.bytes_moved == stats.misses * SIZE * (16 + 4) * 4
+
+
+@pytest.mark.slow
+def test_logits_equal_those_of_transformers():
+    """GLM-5's form: of four layers two choose and two share, and the new token competes."""
+    folder = DATA / "glm_moe_dsa"
+    of, expected = load(folder, dtype="float32"), np.load(folder / "expected.npz")
+    ids = expected["tokens"].tolist()
+    got, stats, _ = forced_logits(of, [ids[:32]], [ids[32:]], over_tiers(0))
+    np.testing.assert_allclose(got[0], expected["logits"][31:], atol=1e-4, rtol=0)
+    assert 0 < stats.misses == stats.reads  # nothing stays near but the open page
+    assert stats.tokens <= 16 * 4 * 9
 
 
 @pytest.mark.slow
@@ -85,16 +102,21 @@ def test_index_keys_of_few_bits_choose_as_they_do_in_pages(index_dtype):
 
 @pytest.mark.slow
 def test_calls_of_several_rows_from_memory_and_a_store(tmp_path):
+    """Of three tokens' pages some are near and some come, three rows at once."""
+    of = with_layers(top_k=3)
     prompts = [prompt(n, row) for row, n in enumerate((37, 20, 29))]
     for place in ({}, {"micro_batches": 4}, {"store": tmp_path}, {"store": tmp_path}):
         cache = over_tiers(1, **place)
-        result = generate(made(), prompts, max_new_tokens=10, stop_tokens=(), cache=cache)
+        result = generate(of, prompts, max_new_tokens=10, stop_tokens=(), cache=cache)
         for ids, tokens in zip(prompts, result.tokens, strict=True):
             assert len(tokens) == 10
-            assert_greedy(made(), ids, tokens)
-    assert result.stats.tiers.store.units_read > 0
+            assert_greedy(of, ids, tokens)
+        tiers = result.stats.tiers
+        assert 0 < tiers.misses < tiers.reads
+        if "store" in place:
+            assert 0 < tiers.store.units_read <= tiers.misses
     stored = len(list(tmp_path.rglob("*")))
-    generate(made(), prompts, max_new_tokens=2, cache=over_tiers(1, "fp8", store=tmp_path))
+    generate(of, prompts, max_new_tokens=2, cache=over_tiers(1, "fp8", store=tmp_path))
     assert len(list(tmp_path.rglob("*"))) > stored  # what other index keys chose serves no other
 
 
