@@ -72,7 +72,7 @@ def test_logits_equal_those_of_transformers():
     ids = expected["tokens"].tolist()
     got, stats, _ = forced_logits(of, [ids[:32]], [ids[32:]], over_tiers(0))
     np.testing.assert_allclose(got[0], expected["logits"][31:], atol=1e-4, rtol=0)
-    assert 0 < stats.misses == stats.reads  # nothing stays near but the open page
+    assert 0.9 * stats.reads < stats.misses <= stats.reads  # a page that has just filled is near
     assert stats.tokens <= 16 * 4 * 9
 
 
