@@ -269,7 +269,11 @@ def test_what_does_not_fit_changes_nothing():
     ("format", "page_size", "message"),
     [
         (kivi(2), 16, "page_size is 16: groups of 32 tokens"),
-        (kivi(2), 32, "latents have 36 elements a head: groups of 32"),
+        (
+            dataclasses.replace(kivi(2), latents=None),
+            32,
+            "latents have 36 elements a head: groups of 32",
+        ),
         (Format(Packing(channels=3), Packing()), 16, "keys have 8 elements a head"),
         (Format(Packing(bits=3), Packing()), 12, "need a multiple of 8"),
         (
