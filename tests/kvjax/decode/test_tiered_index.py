@@ -125,7 +125,7 @@ def test_retroinfers_estimate_brings_attention_nearer():
     assert errors[0] < 0.8 * errors[1], errors
 
 
-@pytest.mark.parametrize("by", NAMES)
+@pytest.mark.parametrize("by", [name for name in NAMES if name != "indexer"])  # a model's own
 def test_all_pages_are_exact_whatever_the_scores(by):
     """Of a prompt shorter than a page too, which has nothing to build an index of."""
     for flat in (None, "q", "k"):
