@@ -62,6 +62,18 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Compiled programs are kept with what pytest keeps; `pytest --cache-clear` removes them.
+
+    Compilation is what most tests wait for, and many compile what others have compiled.
+    """
+    kept = getattr(config, "cache", None)  # there is none with -p no:cacheprovider
+    if kept is not None:
+        jax.config.update("jax_compilation_cache_dir", str(kept.mkdir("compiled-programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.hookimpl(trylast=True)  # after -m, so that of what it leaves a first case is left
 def pytest_collection_modifyitems(config, items):
     """Leave out what `--first-cases` does not want.
@@ -77,10 +89,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def one_compilation_cache():
-    """A test that switches JAX's cache of compiled programs on would pass it on to the others.
-
-    A TPU program that was compiled without a TPU can be written to such a cache, but not read.
-    """
+    """A test that chooses another cache of compiled programs would pass it on to the others."""
     setting = "jax_compilation_cache_dir"
     before = getattr(jax.config, setting)
     yield
