@@ -23,11 +23,12 @@ from kvjax.decode.tiered_layers import selecting
 from kvjax.decode.tiered_packed import means_of, page_shape
 from kvjax.decode.tiered_plan import tiered_plan
 from kvjax.decode.tiered_prefill import prefill_row
-from kvjax.decode.tiered_state import TieredShapes, empty_tiers
+from kvjax.decode.tiered_state import Learned, TieredShapes, empty_tiers
 from kvjax.decode.tiered_step import tiered_step
 from kvjax.decode.tiered_store import PromptStore
 from kvjax.errors import KvjaxError
 from kvjax.model import Model
+from kvjax.policies import DistilledIndexer
 from kvjax.storage.errors import ReadFailedError
 from kvjax.storage.handles import opened
 from kvjax.storage.sequence_pages import SequencePages
@@ -56,6 +57,8 @@ class TieredCall:
         assert cache.select is not None
         self._model, self._ids = model, ids
         self.shapes, self._counts = tiered_plan(model, [len(row) for row in ids], new_tokens, cache)
+        by = cache.select.by
+        self._learned = by.weights if isinstance(by, DistilledIndexer) else ()
         self._pages: SequencePages | None = None
         self._store: PromptStore | None = None
         if cache.place is not None and cache.place.store is not None:
@@ -87,8 +90,8 @@ class TieredCall:
             if shapes.fetches:
                 self._pages = _elsewhere(shapes)
                 handle = during.enter_context(opened(self._pages))
-            made = meter.program(_start, (model.config.hidden_size, shapes), rules.limits)
-            state = made(rules.limits)
+            begin = (rules.limits, self._learned)
+            state = meter.program(_start, (model.config.hidden_size, shapes), *begin)(*begin)
             cache = dataclasses.replace(state.cache, handle=jnp.int32(handle))
             if limits is not None:
                 cache = dataclasses.replace(cache, limits=limits)
@@ -215,9 +218,11 @@ def _elsewhere(shapes: TieredShapes) -> SequencePages:
     )
 
 
-def _start(static: tuple[int, TieredShapes], limits: Int32[Array, " B"]) -> DecodeState:
+def _start(
+    static: tuple[int, TieredShapes], limits: Int32[Array, " B"], learned: Learned
+) -> DecodeState:
     hidden_size, shapes = static
-    return start(empty_tiers(shapes), hidden_size, limits)
+    return start(empty_tiers(shapes, learned), hidden_size, limits)
 
 
 def _prefill(

@@ -83,7 +83,7 @@ def tiered_plan(
             evict=window.evict,
             observe=1 if place is None else place.observe,
             micro_batches=1 if place is None else min(place.micro_batches, batch),
-            index=index,
+            index=index.form if isinstance(index, DistilledIndexer) else index,
             choice=choice,
             attention=cache.attention,
             format=page_format,

@@ -117,7 +117,7 @@ def prefill_row(
                     cache.near[layer],
                     near,
                 ),
-                index=_with_row(cache.index[layer], shapes, layer, scored, values, full, row),
+                index=_with_row(cache, shapes, layer, scored, values, full, row),
             ),
             written=written,
         )
@@ -227,7 +227,7 @@ def _put(
 
 
 def _with_row(
-    index: dict[str, Array],
+    cache: TieredCache,
     shapes: TieredShapes,
     layer: int,
     keys: Float[Array, "n Hkv P D"],
@@ -235,8 +235,8 @@ def _with_row(
     full: Int32[Array, ""],
     row: Int32[Array, ""],
 ) -> dict[str, Array]:
-    """The index of all rows with this row's built from its pages."""
-    of_layer = shapes.index_of(layer)
+    """A layer's index of all rows with this row's built from its pages."""
+    index, of_layer = cache.index[layer], shapes.index_of(layer, cache.learned)
     if of_layer is None:
         return index
     widths = ((0, shapes.pages - keys.shape[0]), (0, 0), (0, 0), (0, 0))

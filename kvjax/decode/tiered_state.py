@@ -18,9 +18,13 @@ from kvjax.decode.tiered_sinks import Sinks
 from kvjax.formats import Format
 from kvjax.pallas_kernels.support import Implementation
 from kvjax.policies import Choice, DistilledIndexer, PageIndex
+from kvjax.policies.lightning_indexer import IndexerWeights
 from kvjax.spec import KVSpec
 
 T = TypeVar("T")
+
+Learned = tuple[IndexerWeights | None, ...]
+"""Weights of a distilled indexer, by layer; empty where none chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class TieredShapes:
     evict: Eviction
     observe: int  # last tokens of a prompt that say what is near at first
     micro_batches: int  # parts of the batch that pages are selected and read for apart
-    index: PageIndex | DistilledIndexer | None  # None where the model's own indexer chooses
+    index: PageIndex | DistilledIndexer | None  # the latter's form; None: the model's own indexer
     choice: Choice
     attention: Implementation | None
     format: Format | None = None  # how full pages are kept
@@ -78,17 +82,19 @@ class TieredShapes:
         """
         return keys if self.latents is None else jnp.concatenate([values, keys], axis=-1)
 
-    def index_of(self, layer: int) -> PageIndex | None:
+    def index_of(self, layer: int, learned: Learned) -> PageIndex | None:
         """What a layer's pages are chosen by; None where that is the model's own indexer.
 
         Args:
           layer: one of `selecting`.
+          learned: of the cache.
         """
         if not isinstance(self.index, DistilledIndexer):
             return self.index
-        learned = self.index.layers[layer]
-        assert learned is not None
-        return learned
+        form, weights = self.index.layers[layer], learned[layer]
+        assert form is not None
+        assert weights is not None
+        return form.with_weights(weights)
 
     def place(self, layer: int) -> int:
         """Which of the layers that choose pages a layer is."""
@@ -150,6 +156,7 @@ class TieredCache:
     values: tuple[Float[Array, "F 1 P Dv"] | Float[Array, "R Hkv P Dv"], ...]
     sinks: tuple[Sinks, ...]
     near: tuple[Residency, ...]
+    learned: Learned
     index_keys: PagedKVCache | None  # of a model's own indexer: see `index_pages`
     limits: Int32[Array, "L Hkv"]  # slots that heads of choosing layers may use, at most all
     index: tuple[dict[str, Array], ...]  # [B, ...]
@@ -160,11 +167,12 @@ class TieredCache:
     traffic: Traffic
 
 
-def empty_tiers(shapes: TieredShapes) -> TieredCache:
+def empty_tiers(shapes: TieredShapes, learned: Learned) -> TieredCache:
     """The cache before any prompt.
 
     Args:
       shapes: the program's.
+      learned: what its pages are chosen by, if that was learned.
     """
     spec, batch, pages = shapes.spec, shapes.batch, shapes.pages
     layers = range(len(spec.layers))
@@ -189,7 +197,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         return nothing_near(batch, heads, pages=pages, slots=shapes.most_slots(layer))
 
     def empty_index(layer: int) -> dict[str, Array]:
-        index = shapes.index_of(layer) if layer in shapes.selecting else None
+        index = shapes.index_of(layer, learned) if layer in shapes.selecting else None
         if index is None:
             return {}
         heads, width, value_width = spec.layers[layer].pool_dims
@@ -209,6 +217,7 @@ def empty_tiers(shapes: TieredShapes) -> TieredCache:
         values=tuple(pool(i, spec.layers[i].pool_dims[2]) for i in layers),
         sinks=tuple(no_sinks(i) for i in layers),
         near=tuple(near(i) for i in layers),
+        learned=learned,
         index_keys=None
         if shapes.index is not None
         else index_pages(spec, batch=batch, pages=pages, page_size=shapes.page_size),

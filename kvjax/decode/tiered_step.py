@@ -128,7 +128,7 @@ def tiered_attend(step: _Step, lengths: Int32[Array, " B"]) -> Attend[TieredCach
             assert tokens.own is not None
             own = own._replace(lse=jnp.where(tokens.own[:, None], own.lse, -jnp.inf))
         parts = [near_by, own]
-        index = shapes.index_of(layer)
+        index = shapes.index_of(layer, cache.learned)
         if isinstance(index, EstimatingIndex):
             parts.append(
                 estimate_unread(
@@ -226,7 +226,7 @@ def _select(
     )
     full = lengths // shapes.page_size
 
-    of_layer = shapes.index_of(layer)
+    of_layer = shapes.index_of(layer, cache.learned)
     if of_layer is None:
         sizes = {"room": shapes.room, "pages": total, "page_size": shapes.page_size}
         named = pages_of_choice(tokens, cache.lengths, **sizes)
@@ -443,7 +443,7 @@ def _written(
     page = jnp.where(filled, chosen.open_page[:, 0, 0], shapes.pages)
     keys, values = (pool.at[at, 0].get(mode="clip") for pool in pools)
     scored = shapes.scored(keys, values)
-    index, of_layer = cache.index[layer], shapes.index_of(layer)
+    index, of_layer = cache.index[layer], shapes.index_of(layer, cache.learned)
     if of_layer is not None:
         index = lax.cond(
             jnp.any(filled),

@@ -21,7 +21,7 @@ class DistilledIndexer:
     """What `kvjax.decode.distill_indexer` learned of a model. Hashable, static under jit.
 
     Attributes:
-      model: SHA-256 of the weights that it was learned of, in hex.
+      model: SHA-256 of the weights that it was learned of, in hex; of a `form` none.
       layers: what each layer's pages are chosen by; None where the layer has a sliding window.
       losses: nats, each layer's in each step of training.
     """
@@ -34,6 +34,16 @@ class DistilledIndexer:
     def learned(self) -> tuple[LayerIndexer, ...]:
         """Those of the layers that have one."""
         return tuple(layer for layer in self.layers if layer is not None)
+
+    @property
+    def form(self) -> "DistilledIndexer":
+        """What programs are compiled for: one form for all that have arrays of the same shapes."""
+        return DistilledIndexer("", tuple(each and each.form for each in self.layers))
+
+    @property
+    def weights(self) -> tuple[IndexerWeights | None, ...]:
+        """Each layer's, as arrays; None where it has none."""
+        return tuple(each and each.weights for each in self.layers)
 
     def check(self, *, model: str, name: str) -> None:
         """Refuse to choose for a model that this was not learned of.

@@ -132,13 +132,13 @@ class LayerIndexer:
     are kept in float8_e4m3fn, times a power of two that a page shares.
 
     Attributes:
-      learned: the six arrays of `IndexerWeights`.
+      learned: the six arrays of `IndexerWeights`; of a `form` their shapes alone.
       frequencies: of the rotary embedding that keys have, radians a token for each of D / 2 pairs
         (i, i + D / 2).
       sharpen: what the rotary embedding multiplies keys and queries by, 1 but under yarn.
     """
 
-    learned: tuple[Constant, ...]
+    learned: tuple[Constant | jax.ShapeDtypeStruct | Array, ...]
     frequencies: tuple[float, ...]
     sharpen: float = 1.0
 
@@ -158,7 +158,22 @@ class LayerIndexer:
     @property
     def weights(self) -> IndexerWeights:
         """As arrays."""
-        return IndexerWeights(*(jnp.asarray(each.values) for each in self.learned))
+        held = (each.values if isinstance(each, Constant) else each for each in self.learned)
+        return IndexerWeights(*map(jnp.asarray, held))
+
+    @property
+    def form(self) -> "LayerIndexer":
+        """What a program is compiled for, whose arguments the weights are. Hashable."""
+        shapes = (jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in self.learned)
+        return dataclasses.replace(self, learned=tuple(shapes))
+
+    def with_weights(self, weights: IndexerWeights) -> "LayerIndexer":
+        """A form with weights to choose by, for use inside a program.
+
+        Args:
+          weights: arrays.
+        """
+        return dataclasses.replace(self, learned=tuple(weights))
 
     @property
     def dim(self) -> int:

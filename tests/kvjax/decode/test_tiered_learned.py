@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.config import CacheConfig
 from kvjax.decode import distill_indexer, generate
+from kvjax.decode.program import compilations
 from kvjax.decode.tiered_index import build_index, page_mass
 from kvjax.errors import KvjaxError
 from kvjax.policies import Place, Select, Window
@@ -21,8 +22,8 @@ LENGTHS, TOKENS = (85, 64, 30), 19  # pages begin, end, and fill while decoding
 
 
 @functools.cache
-def indexer(name):
-    return distill_indexer(model(name), prompt(256), tokens=256, heads=2, dim=8, steps=3)
+def indexer(name, seed=0):
+    return distill_indexer(model(name), prompt(256), tokens=256, heads=2, dim=8, steps=3, seed=seed)
 
 
 class ByIndexer(PlainTiers):
@@ -77,6 +78,24 @@ def test_pages_are_those_that_each_layers_indexer_chooses():
     swapped = dataclasses.replace(learned, layers=learned.layers[::-1])
     other = ByIndexer(model(), swapped, ids, **options)
     assert np.abs(got - other.logits[: len(got)]).max() > 0.01
+
+
+def test_one_program_serves_all_that_were_learned():
+    """Weights are its arguments: another indexer compiles nothing, and chooses its own pages."""
+    ids, count = prompt(85 + TOKENS), {"prompt": 85, "size": SIZE, "count": 4}
+    cache = CacheConfig(page_size=SIZE, window=Window(1), place=Place())
+    rows = []
+    for seed in (0, 1):
+        learned = indexer("llama", seed)
+        by = dataclasses.replace(cache, select=Select("4 pages", learned))
+        before = compilations()
+        (got,) = forced_logits(model(), [ids[:85]], [ids[85:]], by).logits
+        compiled = compilations() - before
+        want = ByIndexer(model(), learned, ids, **count).logits[: len(got)]
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
+        rows.append(got)
+    assert compiled == 0
+    assert np.abs(rows[0] - rows[1]).max() > 1e-3
 
 
 def test_it_is_told_where_the_token_is():

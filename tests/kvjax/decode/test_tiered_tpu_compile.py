@@ -25,7 +25,7 @@ def tiered(call, **cache):
     prompts = [[1] * 600, [2] * 3]
     cache = CacheConfig(select=Select("25%", **cache), window=Window(1), place=Place())
     shapes = TieredCall(call.model, prompts, new_tokens=32, cache=cache).shapes
-    tiers = jax.eval_shape(lambda: empty_tiers(shapes))
+    tiers = jax.eval_shape(lambda: empty_tiers(shapes, ()))
     state = jax.eval_shape(lambda cache, n: start(cache, call.hidden_size, n), tiers, limits(call))
     return shapes, state
 
