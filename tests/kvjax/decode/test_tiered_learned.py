@@ -83,13 +83,13 @@ def test_pages_are_those_that_each_layers_indexer_chooses():
 def test_one_program_serves_all_that_were_learned():
     """Weights are its arguments: another indexer compiles nothing, and chooses its own pages."""
     ids, count = prompt(85 + TOKENS), {"prompt": 85, "size": SIZE, "count": 4}
-    cache = CacheConfig(page_size=SIZE, window=Window(1), place=Place())
     rows = []
     for seed in (0, 1):
         learned = indexer("llama", seed)
-        by = dataclasses.replace(cache, select=Select("4 pages", learned))
+        by = Select("4 pages", learned)
+        cache = CacheConfig(page_size=SIZE, select=by, window=Window(1), place=Place())
         before = compilations()
-        (got,) = forced_logits(model(), [ids[:85]], [ids[85:]], by).logits
+        (got,) = forced_logits(model(), [ids[:85]], [ids[85:]], cache).logits
         compiled = compilations() - before
         want = ByIndexer(model(), learned, ids, **count).logits[: len(got)]
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
