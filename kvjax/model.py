@@ -89,7 +89,10 @@ def _layer_spec(layer: LayerConfig) -> LayerSpec:
             index_dim=0 if indexer is None or indexer.shares else indexer.head_dim,
             top_tokens=None if indexer is None else indexer.top_k,
         )
-    return LayerSpec.gqa(layer.num_kv_heads, layer.head_dim, layer.value_dim, window=layer.window)
+    kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.value_dim
+    if layer.retention:
+        return LayerSpec.retention(kv_heads, head_dim, value_dim)
+    return LayerSpec.gqa(kv_heads, head_dim, value_dim, window=layer.window)
 
 
 def from_checkpoint(checkpoint: Checkpoint, *, name: str, dtype: str = "float32") -> Model:

@@ -62,11 +62,12 @@ INDEX_BITS = {INDEX_FLOAT8: 8, INDEX_FLOAT4: 4}
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer stores for one token. Build it with `gqa`, `mla` or `shared_with`.
+    """What one layer stores. Build it with `gqa`, `mla`, `retention` or `shared_with`.
 
     Attributes:
-      kind: "gqa" (keys and values of `kv_heads` heads; MHA and MQA are its ends) or "mla" (one
-        latent and one rotated position key, DeepSeek-V2 section 2.1).
+      kind: "gqa" (keys and values of `kv_heads` heads; MHA and MQA are its ends), "mla" (one
+        latent and one rotated position key, DeepSeek-V2 section 2.1) or "retention" (nothing of a
+        token, but a float32 matrix [head_dim, v_head_dim] a head and sequence: YOCO section 3.1).
       kv_heads: KV heads; 0 for "mla".
       head_dim: elements of one head's key; 0 for "mla".
       v_head_dim: elements of one head's value; None means `head_dim`, and is replaced by it.
@@ -82,7 +83,7 @@ class LayerSpec:
       ValueError: a size is not what the kind needs.
     """
 
-    kind: Literal["gqa", "mla"]
+    kind: Literal["gqa", "mla", "retention"]
     kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int | None = None
@@ -94,19 +95,19 @@ class LayerSpec:
     top_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("gqa", "mla"):
-            raise ValueError(f"kind is {self.kind!r}: must be 'gqa' or 'mla'")
+        if self.kind not in ("gqa", "mla", "retention"):
+            raise ValueError(f"kind is {self.kind!r}: must be 'gqa', 'mla' or 'retention'")
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         if self.window is not None:
             check_integer("window", self.window, 1)
         if self.shared is not None:
             check_integer("shared", self.shared, 0)
-            if not self.elements_read_per_token:
+            if not self.kv_heads + self.latent_dim:
                 return  # its sizes are filled in by the KVSpec that knows the other layer
         heads: tuple[str, ...] = ("kv_heads", "head_dim", "v_head_dim")
         latent: tuple[str, ...] = ("latent_dim", "rope_dim", "index_dim")
-        used, unused = (heads, latent) if self.kind == "gqa" else (latent, heads)
+        used, unused = (latent, heads) if self.kind == "mla" else (heads, latent)
         for name in used:
             # A latent without a position key (rope_dim=0) is a model that needs no positions.
             least = 0 if name in ("rope_dim", "index_dim") else 1
@@ -117,9 +118,14 @@ class LayerSpec:
                     f"{name} is {getattr(self, name)!r}: a layer of kind {self.kind!r} has none; "
                     f"leave it out"
                 )
+        if self.kind == "retention" and (self.window is not None or self.shared is not None):
+            raise ValueError(
+                f"window is {self.window} and shared is {self.shared}: must be None, as a layer of "
+                f"kind 'retention' keeps no tokens"
+            )
         if self.top_tokens is not None:
             check_integer("top_tokens", self.top_tokens, 1)
-        if (self.kind == "gqa" and self.top_tokens is not None) or (
+        if (self.kind != "mla" and self.top_tokens is not None) or (
             self.index_dim and self.top_tokens is None
         ):
             raise ValueError(
@@ -173,6 +179,17 @@ class LayerSpec:
         )
 
     @classmethod
+    def retention(cls, heads: int, head_dim: int, v_head_dim: int | None = None) -> "LayerSpec":
+        """A layer that keeps a state of each sequence, and nothing of its tokens.
+
+        Args:
+          heads: matrices of a sequence, at least 1.
+          head_dim: rows of one, elements of a key.
+          v_head_dim: columns of one, elements of a value; `head_dim` if None.
+        """
+        return cls("retention", heads, head_dim, v_head_dim)
+
+    @classmethod
     def shared_with(cls, layer: int) -> "LayerSpec":
         """A layer that reads an earlier layer's pages and stores nothing (YOCO).
 
@@ -200,6 +217,8 @@ class LayerSpec:
     @property
     def elements_read_per_token(self) -> int:
         """Elements attention reads of one visible token, wherever they are stored."""
+        if self.kind == "retention":
+            return 0
         heads, key, value = self.pool_dims
         return heads * (key + value)
 
@@ -207,6 +226,11 @@ class LayerSpec:
     def elements_per_token(self) -> int:
         """Elements this layer stores of one token: none if it reads another layer's pages."""
         return 0 if self.shared is not None else self.elements_read_per_token
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a sequence's state, which is float32 and does not grow with its tokens."""
+        return self.kv_heads * self.head_dim * self.value_dim if self.kind == "retention" else 0
 
     def visible_tokens(self, tokens: int) -> int:
         """How many of `tokens` cached tokens the newest one sees.
@@ -247,8 +271,8 @@ class KVSpec:
       index_dtype: of index keys, if not `dtype`: one of `INDEX_BITS`, with a float32 scale a token.
 
     Raises:
-      ValueError: no layers, an unknown dtype, or a shared layer that points to a layer which is not
-        earlier, which stores nothing, or whose sizes differ.
+      ValueError: no layers, none that stores tokens, an unknown dtype, or a shared layer that
+        points to a layer which is not earlier, which stores no tokens, or whose sizes differ.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -276,6 +300,8 @@ class KVSpec:
                 allowed = f"0 to {index - 1}" if index else "but the first has none before it"
                 raise ValueError(f"{where}: must name an earlier layer, {allowed}")
             stored = layers[layer.shared]
+            if stored.kind == "retention":
+                raise ValueError(f"{where}, a layer that keeps a state: name one that keeps tokens")
             if stored.shared is not None:
                 raise ValueError(
                     f"{where}, a layer that stores nothing: name layer {stored.shared}, whose "
@@ -288,7 +314,19 @@ class KVSpec:
                     f"build it with LayerSpec.shared_with({layer.shared})"
                 )
             layers = (*layers[:index], resolved, *layers[index + 1 :])
+        if not any(layer.elements_per_token for layer in layers):
+            raise ValueError("layers keep states only: at least one must store tokens, in pages")
         object.__setattr__(self, "layers", layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states, over all layers, whatever its length.
+
+        >>> yoco = KVSpec((LayerSpec.retention(24, 128), LayerSpec.gqa(8, 128)))
+        >>> yoco.state_bytes, yoco.bytes_per_token
+        (1572864, 4096)
+        """
+        return ITEM_BYTES["float32"] * sum(layer.state_elements for layer in self.layers)
 
     @property
     def bytes_per_element(self) -> int:
@@ -346,7 +384,7 @@ class KVSpec:
         return self.bytes_per_token * page_size
 
     def bytes_per_sequence(self, tokens: int, page_size: int = 1) -> int:
-        """Bytes that must be resident to decode a sequence's next token: whole pages.
+        """Bytes that must be resident to decode a sequence's next token: whole pages, and states.
 
         A window layer needs only the pages its window touches, so it stops growing. A pool whose
         layers share one block table cannot give those layers' dead pages back: it holds
@@ -371,6 +409,7 @@ class KVSpec:
         all and the latents of the chosen. There it is a lower bound: where whole pages are read,
         they hold more latents (`pages_of_tokens` counts them), and a step reads index keys as soon
         as a sequence's pages have room for more tokens than are chosen, though it has no more yet.
+        A state is read whole.
 
         Args:
           tokens: cached tokens, the newest included.
@@ -386,7 +425,7 @@ class KVSpec:
         0.177
         0.122
         """
-        total = 0
+        total = self.state_bytes if tokens else 0
         for layer in self.layers:
             seen = layer.visible_tokens(tokens)
             attended = seen if layer.top_tokens is None else min(seen, layer.top_tokens)
@@ -414,7 +453,8 @@ class KVSpec:
         """Bytes that sequences with one common prefix need if it is stored once (section 10.4).
 
         Full pages of the prefix are shared; its open tail page, if any, is copied by every
-        sequence that writes on. A window layer keeps the prefix's pages that some window touches.
+        sequence that writes on. A window layer keeps the prefix's pages that some window touches,
+        and a layer with a state has one for every sequence.
 
         Args:
           prefix: tokens that all sequences have in common.
@@ -434,7 +474,7 @@ class KVSpec:
         for suffix in suffixes:
             check_integer("suffixes", suffix, 0)
         shared_pages = prefix // page_size
-        total = 0
+        total = self.state_bytes * sum(prefix + suffix > 0 for suffix in suffixes)
         for layer in self.layers:
             oldest, pages = shared_pages, 0
             for suffix in suffixes:
@@ -469,7 +509,7 @@ class KVSpec:
         """
         layers = []
         for layer, copies in zip(self.layers, self.replication(num_devices), strict=True):
-            if layer.kind == "gqa":
+            if layer.kind != "mla":
                 heads = layer.kv_heads * copies // num_devices
                 layer = dataclasses.replace(layer, kv_heads=heads)
             layers.append(layer)
@@ -522,55 +562,3 @@ def wasted_slots(tokens: int, page_size: int) -> int:
     [1.875, 15.875]
     """
     return pages_for(tokens, page_size) * page_size - tokens
-
-
-def quantized_bytes_per_element(bits: int, group: int, metadata_bytes: float) -> float:
-    """Mean bytes of an element stored in groups: bits / 8 + metadata_bytes / group (section 5).
-
-    Args:
-      bits: bits of one element.
-      group: elements that share one scale and zero point.
-      metadata_bytes: bytes of a group's scale and zero point together.
-
-    KIVI at 2 bits, 32 elements a group, 4 bytes of scale and zero point, against bfloat16:
-
-    >>> quantized_bytes_per_element(2, 32, 4)
-    0.375
-    >>> round(2 / quantized_bytes_per_element(2, 32, 4), 2)
-    5.33
-    """
-    check_integer("bits", bits, 1)
-    check_integer("group", group, 1)
-    if not metadata_bytes >= 0:
-        raise ValueError(f"metadata_bytes is {metadata_bytes!r}: must be 0 or more")
-    return bits / 8 + metadata_bytes / group
-
-
-def residual_ratio(
-    tokens: int, residual: int, quantized_bytes: float, bytes_per_element: float
-) -> float:
-    """Size of a cache that keeps its newest tokens exact, relative to an exact one (section 10.2).
-
-    Args:
-      tokens: cached tokens.
-      residual: newest tokens that stay in full precision.
-      quantized_bytes: mean bytes of an element of the older tokens, metadata included.
-      bytes_per_element: bytes of an element in full precision.
-
-    A residual of 128 at 8192 tokens, KIVI's 0.375 bytes against bfloat16's 2:
-
-    >>> f"{residual_ratio(8192, 128, 0.375, 2):.1%}"
-    '20.0%'
-    """
-    check_integer("tokens", tokens, 1)
-    check_integer("residual", residual, 0)
-    if residual > tokens:
-        raise ValueError(f"residual is {residual}: must be 0 to tokens, which is {tokens}")
-    for name, value in (
-        ("quantized_bytes", quantized_bytes),
-        ("bytes_per_element", bytes_per_element),
-    ):
-        if not value > 0:
-            raise ValueError(f"{name} is {value!r}: must be above 0")
-    older = (tokens - residual) * quantized_bytes
-    return (older + residual * bytes_per_element) / (tokens * bytes_per_element)

@@ -28,6 +28,7 @@ from kvjax.models.gguf_reader import gguf_weights, read_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.orbax_dir import read_orbax, save_orbax
 from kvjax.models.read import read
+from kvjax.models.retention import RetainingAttend
 from kvjax.models.safetensors_dir import read_safetensors
 from kvjax.models.tokenizer import StreamDecoder, Tokenizer
 from kvjax.models.tokenizer_dir import read_tokenizer
@@ -49,6 +50,7 @@ __all__ = [
     "LayerConfig",
     "ModelConfig",
     "Params",
+    "RetainingAttend",
     "RopeScaling",
     "StreamDecoder",
     "Tokenizer",

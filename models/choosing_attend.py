@@ -1,4 +1,4 @@
-"""Attention to chosen tokens without pages, over the stream itself: a yardstick."""
+"""Attention to chosen tokens and retention without a cache, over the stream itself: yardsticks."""
 
 import dataclasses
 
@@ -10,13 +10,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from kvjax.models.attention import Attend
 from kvjax.models.config import ModelConfig
 from kvjax.models.deepseek_indexer import Indexed
+from kvjax.models.retention import parallel_retention
 
 _HIGHEST = lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
 class CausalAttend:
-    """An `attend` with no cache, which chooses tokens too where a layer asks for it.
+    """An `attend` with no cache, which chooses tokens or retains where a layer asks for it.
 
     Attributes:
         config: the model's.
@@ -35,6 +36,19 @@ class CausalAttend:
     ) -> tuple[Float32[Array, "T Hq Dv"], None]:
         """As `kvjax.models.Attend` says."""
         return self.dense(layer, q, k, v, state)
+
+    def retained(
+        self,
+        layer: int,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T H D"],
+        v: Float[Array, "T H Dv"],
+        log_gates: Float[Array, "T H"],
+        state: None,
+    ) -> tuple[Float32[Array, "T H Dv"], None]:
+        """As `kvjax.models.RetainingAttend` says."""
+        where = {"segments": self.segments, "positions": self.positions}
+        return parallel_retention(q, k, v, log_gates, **where), state
 
     def choose(self, layer: int, indexed: Indexed, state: None) -> tuple[Bool[Array, "T T"], None]:
         """As `kvjax.models.ChoosingAttend` says: which tokens of the stream each query sees."""

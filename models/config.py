@@ -60,6 +60,7 @@ class LayerConfig:
     rope_scaling: RopeScaling | None = None
     latent: Latent | None = None  # None: keys and values are projected directly
     indexer: Indexer | None = None  # None: a query attends to all tokens that it sees
+    retention: bool = False  # gated retention: a state takes the place of keys and values
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -69,6 +70,8 @@ class LayerConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
+        if self.retention:
+            self._check_retention()
         if self.indexer is not None:
             self._check_indexer(self.indexer)
         if self.latent is not None:
@@ -96,6 +99,18 @@ class LayerConfig:
                 f"rope factors hold {count} numbers, "
                 f"head_dim={self.rope_dim} needs {self.rope_dim // 2}"
             )
+
+    def _check_retention(self) -> None:
+        if self.num_heads != self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}: each head "
+                "of a layer of gated retention has a state of its own"
+            )
+        for name in ("window", "latent", "indexer"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be None: gated retention has none"
+                )
 
     def _check_indexer(self, indexer: Indexer) -> None:
         if self.latent is None:
@@ -168,6 +183,12 @@ class ModelConfig:
                 f"attn_soft_cap={self.attn_soft_cap} must be None: layers with a latent have none"
             )
         check_sharing(tuple(layer.indexer for layer in self.layers))
+        for index, layer in enumerate(self.layers):
+            if layer.retention and index >= (self.cross_from or 0):
+                raise ValueError(
+                    f"layer {index} is of gated retention and cross_from={self.cross_from}: only "
+                    "layers of a self-decoder, those before cross_from, may be"
+                )
         if self.cross_from is not None:
             self._check_cross(self.cross_from)
         if self.experts is not None and not {*self.experts.layers} <= {*range(len(self.layers))}:

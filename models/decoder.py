@@ -18,6 +18,7 @@ from kvjax.models.deepseek_indexer import SparseLatentAttention
 from kvjax.models.linear import Embedding, Linear, project, soft_cap
 from kvjax.models.mlp import MLP
 from kvjax.models.norm import RMSNorm
+from kvjax.models.retention import GatedRetention
 from kvjax.models.rope import rotations
 from kvjax.models.yoco import CrossAttention, KeysValues
 
@@ -30,8 +31,10 @@ class Layer(nnx.Module):
         kind = Attention if layer.latent is None else LatentAttention
         kind = kind if layer.indexer is None else SparseLatentAttention
         self.attention_norm = RMSNorm(size, eps)
-        self.attention: Attention | LatentAttention | CrossAttention
-        if config.cross_from is not None and index >= config.cross_from:
+        self.attention: Attention | LatentAttention | CrossAttention | GatedRetention
+        if layer.retention:
+            self.attention = GatedRetention(config, layer, dtype)
+        elif config.cross_from is not None and index >= config.cross_from:
             self.attention = CrossAttention(config, layer, dtype, first=index == config.cross_from)
         else:
             self.attention = kind(config, layer, dtype)

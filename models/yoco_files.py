@@ -30,6 +30,8 @@ _LAYER = {
     "mixer.q_proj": "attention.q",
     "mixer.k_proj": "attention.k",
     "mixer.v_proj": "attention.v",
+    "mixer.g_proj": "attention.gate",
+    "mixer.gt_proj": "attention.decay",
     "mixer.out_proj": "attention.o",
     "final_layer_norm": "mlp_norm",
     "ffn.fc1": "mlp.gate",  # the one that goes through silu
@@ -46,16 +48,15 @@ def yoco_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
       source: its path, for error messages.
 
     Raises:
-      ValueError: a field is missing or out of range, or the self-decoder is of gated retention.
+      ValueError: a field is missing or out of range.
     """
     get = Fields(source, fields, {})
     depth, size = get.count("n_layers"), get.count("dim")
-    window = fields.get("sliding_window")
-    if not window or window is True:
+    retention = fields.get("sliding_window") is None
+    if not retention and isinstance(fields["sliding_window"], bool):
         raise ValueError(
-            f"{source}: sliding_window={window!r} is not supported: such a self-decoder is of "
-            "gated retention, and kvjax runs those with a sliding window: it must be a number of "
-            "tokens"
+            f"{source}: sliding_window={fields['sliding_window']} must be a number of tokens; "
+            "leave it out for a self-decoder of gated retention"
         )
     if depth < 2 or depth % 2:
         raise ValueError(f"{source}: n_layers={depth} must be even: half of them are the decoders'")
@@ -67,7 +68,7 @@ def yoco_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
         )
     theta = get.number("rope_theta", 1e4)
 
-    def layer(heads: str, kv_heads: str, window: int | None) -> LayerConfig:
+    def layer(heads: str, kv_heads: str, **options: Any) -> LayerConfig:
         count = get.count(heads)
         if count < 1 or size % count:
             raise ValueError(f"{source}: {heads}={count} must divide dim={size}")
@@ -75,20 +76,21 @@ def yoco_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
             num_heads=count,
             num_kv_heads=get.count(kv_heads, count),
             head_dim=size // count,
-            window=window,
             rope_theta=theta,
             rope_scaling=_slower(theta, size // count),
+            **options,
         )
 
+    window = None if retention else get.count("sliding_window")
     try:
         return ModelConfig(
             architecture=YOCO_TYPE,
             vocab_size=get.count("vocab_size"),
             hidden_size=size,
             intermediate_size=get.count("hidden_dim"),
-            layers=(layer("n_self_heads", "n_self_heads", get.count("sliding_window")),)
+            layers=(layer("n_self_heads", "n_self_heads", window=window, retention=retention),)
             * (depth // 2)
-            + (layer("n_attn_heads", "n_attn_kv_heads", None),) * (depth // 2),
+            + (layer("n_attn_heads", "n_attn_kv_heads"),) * (depth // 2),
             max_context=context,
             norm_eps=get.number("norm_eps", 1e-5),
             tie_embeddings=get.flag("share_input_output_embed", False),

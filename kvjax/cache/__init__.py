@@ -5,7 +5,15 @@ from kvjax.cache.append import append
 from kvjax.cache.csr import check_csr, from_csr, to_csr
 from kvjax.cache.index_keys import IndexKeys, kept_index_keys, write_index
 from kvjax.cache.packed import encode_due, encoded_lengths, put_chunk, put_token, recent_slots
-from kvjax.cache.pages import copy_pages, gather, ragged_rows, token_slots, with_layer, write
+from kvjax.cache.pages import (
+    copy_pages,
+    gather,
+    ragged_rows,
+    token_slots,
+    with_layer,
+    with_state,
+    write,
+)
 from kvjax.cache.state import (
     IndexPages,
     PagedKVCache,
@@ -44,6 +52,7 @@ __all__ = [
     "to_csr",
     "token_slots",
     "with_layer",
+    "with_state",
     "write",
     "write_index",
 ]

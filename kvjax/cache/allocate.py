@@ -104,6 +104,8 @@ def release(
 ) -> PagedKVCache:
     """Empty the marked sequences; a page that no other sequence holds becomes free.
 
+    States of theirs are zero then, as before a first token.
+
     Args:
       cache: the cache.
       sequences: bool [B], which to release. Releasing an empty one changes nothing.
@@ -125,6 +127,7 @@ def release(
         lengths=jnp.where(sequences, 0, cache.lengths),
         skipped=jnp.where(sequences, 0, cache.skipped),
         page_refs=cache.page_refs.at[dropped].add(-1, mode="drop"),
+        states=jax.tree.map(lambda x: jnp.where(marked[..., None, None], 0, x), cache.states),
     )
 
 
@@ -133,7 +136,7 @@ def fork(
 ) -> tuple[PagedKVCache, Reservation]:
     """Make `target` a sequence with `source`'s tokens, sharing every full page.
 
-    Rings, which layers with a window may keep, are copied.
+    Rings, which layers with a window may keep, and states are copied.
 
     The open tail page is copied at once (copy-on-write with the write foreseen: the next token
     goes there), so whoever appends next writes to a page of its own and neither sees the other.
@@ -172,6 +175,10 @@ def fork(
     tail = jnp.where(open_tail & ok, fresh, cache.num_pages)
     copied = copy_pages(emptied, old[jnp.minimum(full, cache.max_pages - 1)][None], tail[None])
     copied = copy_rings(copied, source, target, ok)
+
+    def copied_row(rows: Array) -> Array:
+        return rows.at[jnp.where(ok, target, batch)].set(rows[source], mode="drop")
+
     result = dataclasses.replace(
         copied,
         block_tables=jnp.where(ok, emptied.block_tables.at[target].set(table), cache.block_tables),
@@ -180,10 +187,8 @@ def fork(
             ok, emptied.skipped.at[target].set(emptied.skipped[source]), cache.skipped
         ),
         page_refs=jnp.where(ok, emptied.page_refs.at[table].add(1, mode="drop"), cache.page_refs),
-        recent=jax.tree.map(
-            lambda rows: rows.at[jnp.where(ok, target, batch)].set(rows[source], mode="drop"),
-            cache.recent,
-        ),
+        recent=jax.tree.map(copied_row, cache.recent),
+        states=jax.tree.map(copied_row, cache.states),
     )
     longest = jnp.maximum(full + needed, jnp.max(cache.pages_held))
     wrong = jnp.where(sensible, 0, SEQUENCES).astype(jnp.int32)

@@ -40,13 +40,18 @@ def append(
     Raises:
       KvjaxError: not one array a layer, one of another shape than the layer's, `cu_lengths` that
         are no integers, a wrong number of sequences, or layers that keep index keys too, that
-        are shared, or that keep rings.
+        are shared, or that keep rings or states.
     """
     layers = len(cache.spec.layers)
     if any(pages is not None for pages in cache.index_pages):
         raise KvjaxError(
             "the cache keeps index keys, and append is given none: use reserve, write and "
             "write_index in each layer, and advance"
+        )
+    if any(state is not None for state in cache.states):
+        raise KvjaxError(
+            "the cache keeps states, and append is given none: use reserve, write in each layer "
+            "that stores tokens, with_state in the others, and advance"
         )
     if any(layer.shared is not None for layer in cache.spec.layers):
         raise KvjaxError(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax.cache.state import IndexPages, PagedKVCache
 from kvjax.pallas_kernels.packed_pages import KeyPool, PackedPages, ValuePool, plain
@@ -133,6 +133,18 @@ def with_layer(cache: PagedKVCache, layer: int, k_pool: KeyPool, v_pool: ValuePo
         k_pages=(*cache.k_pages[:layer], k_pool, *cache.k_pages[layer + 1 :]),
         v_pages=(*cache.v_pages[:layer], v_pool, *cache.v_pages[layer + 1 :]),
     )
+
+
+def with_state(cache: PagedKVCache, layer: int, state: Float32[Array, "B H D Dv"]) -> PagedKVCache:
+    """The cache with one layer's state replaced.
+
+    Args:
+      cache: before.
+      layer: one of kind "retention".
+      state: float32 [B, H, D, Dv].
+    """
+    states = (*cache.states[:layer], state, *cache.states[layer + 1 :])
+    return dataclasses.replace(cache, states=states)
 
 
 def ragged_rows(

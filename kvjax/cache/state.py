@@ -67,7 +67,8 @@ class PagedKVCache:
     "mla" has pools of one head: rotated position keys in place of keys, and latents in place of
     values. A layer that is shared with an earlier one (YOCO) has no pools: see `pools`. A layer
     with a sliding window may have R pages for each sequence in place of N for all, a ring: its page
-    j is then at j modulo R of these, see `tables`. Update the cache with the functions of this
+    j is then at j modulo R of these, see `tables`. A layer of kind "retention" has no pools but a
+    state for each sequence. Update the cache with the functions of this
     package, or with `dataclasses.replace`; donate it to a jitted function and the pools are updated
     in place.
     """
@@ -80,6 +81,7 @@ class PagedKVCache:
     page_refs: Int32[Array, " N"]  # how many sequences hold each page; 0 is free
     recent: tuple[Recent | None, ...]  # one layer's sinks and newest; None where pools are plain
     index_pages: tuple[IndexPages | None, ...]  # one layer's index keys; None where it has none
+    states: tuple[Float32[Array, "B H D Dv"] | None, ...]  # one layer's; None where it has pages
     spec: KVSpec = dataclasses.field(metadata={"static": True})
     format: Format | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -121,6 +123,8 @@ class PagedKVCache:
         Args:
           layer: index of the layer.
         """
+        if self.states[layer] is not None:
+            return 0
         pages = self.pools(layer)[0].shape[0]
         return pages // self.batch if pages < self.num_pages else 0
 
@@ -162,7 +166,7 @@ class PagedKVCache:
     @property
     def page_size(self) -> int:
         """P: tokens a page."""
-        return self.pools(0)[0].shape[2]
+        return next(pool.shape[2] for pool in self.k_pages if pool is not None)
 
     @property
     def batch(self) -> int:
@@ -279,7 +283,7 @@ def init(
     v_pages: list[ValuePool | None] = []
     recent: list[Recent | None] = []
     for index, layer in enumerate(spec.layers):
-        if layer.shared is not None:
+        if not layer.elements_per_token:
             k_pages.append(None)
             v_pages.append(None)
             recent.append(None)
@@ -312,9 +316,16 @@ def init(
         page_refs=jnp.zeros((num_pages,), jnp.int32),
         recent=tuple(recent),
         index_pages=tuple(_index_pages(spec, layer, num_pages, page_size) for layer in spec.layers),
+        states=tuple(_no_state(layer, batch) for layer in spec.layers),
         spec=spec,
         format=format,
     )
+
+
+def _no_state(layer: LayerSpec, batch: int) -> Float32[Array, "B H D Dv"] | None:
+    if not layer.state_elements:
+        return None
+    return jnp.zeros((batch, layer.kv_heads, layer.head_dim, layer.value_dim), jnp.float32)
 
 
 def _index_pages(
@@ -345,7 +356,7 @@ def ring_pages(tokens: int, page_size: int) -> int:
 
 
 def check_packable(spec: KVSpec, window_chunk: int | None) -> None:
-    """Refuse to pack pages of layers that are shared, or that keep rings.
+    """Refuse to pack pages of layers that are shared, that keep rings, or that have none.
 
     Args:
       spec: what a token stores in each layer.
@@ -354,9 +365,10 @@ def check_packable(spec: KVSpec, window_chunk: int | None) -> None:
     Raises:
       KvjaxError: there are such layers.
     """
-    shared = [index for index, layer in enumerate(spec.layers) if layer.shared is not None]
+    shared = [index for index, layer in enumerate(spec.layers) if not layer.elements_per_token]
     if shared or window_chunk is not None:
-        what = f"layer {shared[0]} is shared" if shared else f"window_chunk is {window_chunk}"
+        kind = "shared" if shared and spec.layers[shared[0]].shared is not None else "a state"
+        what = f"layer {shared[0]} is {kind}" if shared else f"window_chunk is {window_chunk}"
         raise KvjaxError(
             f"format is given and {what}: packed pages are of layers that store their own, all of "
             f"them; leave out format"
@@ -401,7 +413,7 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
             f"would be cut to anything else without a scale"
         )
     for index, layer in enumerate(spec.layers):
-        if layer.shared is not None:
+        if not layer.elements_per_token:
             continue
         if layer.index_dim and spec.index_dtype == INDEX_FLOAT4 and page_size % 2:
             raise KvjaxError(
@@ -425,10 +437,10 @@ def pool_bytes(cache: PagedKVCache) -> dict[str, int]:
       cache: concrete or abstract (`jax.eval_shape`).
 
     Returns:
-      The bytes of pages, scales, newest tokens and index keys.
+      The bytes of pages, scales, newest tokens, index keys and states.
     """
     totals: dict[str, int] = {}
-    stored = (cache.k_pages, cache.v_pages, cache.recent, cache.index_pages)
+    stored = (cache.k_pages, cache.v_pages, cache.recent, cache.index_pages, cache.states)
     for pool in jax.tree.leaves(stored):
         name = jnp.dtype(pool.dtype).name
         totals[name] = totals.get(name, 0) + pool.size * pool.dtype.itemsize

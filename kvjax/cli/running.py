@@ -42,6 +42,8 @@ def show_stats(model: Model, stats: Stats, load_seconds: float, *, verbose: bool
     for dtype, count in stats.cache_bytes.items():
         rows.append((f"cache, {dtype}", size_of(count)))
     rows.append(("a stored token takes", size_of(round(stats.bytes_per_token))))
+    if stats.state_bytes:
+        rows.append(("and a sequence, however long", size_of(stats.state_bytes)))
     if stats.bytes_read_per_step is not None:
         rows.append(("a step reads, of the cache", size_of(stats.bytes_read_per_step)))
     if stats.prefix is not None:

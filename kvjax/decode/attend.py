@@ -1,7 +1,7 @@
 """Where a model and a cache meet: the `attend` a decoder is given."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.cache import (
     PagedKVCache,
@@ -9,6 +9,7 @@ from kvjax.cache import (
     put_chunk,
     put_token,
     token_slots,
+    with_state,
     write,
 )
 from kvjax.decode.attend_chosen import Chosen, ChunkChoice, DecodeChoice
@@ -21,6 +22,7 @@ from kvjax.decode.attend_latents import (
     scored_keys,
 )
 from kvjax.decode.attend_recent import Chunk, attend_chunk, attend_ring
+from kvjax.decode.attend_retention import retain_chunk, retain_token
 from kvjax.decode.latents_as_one_head import AsOneHead, Expanded
 from kvjax.models import Attend, ModelConfig
 from kvjax.pallas_kernels import (
@@ -88,8 +90,20 @@ def decode_attend(
         page = jnp.where(jnp.isnan(old.lse).any(axis=1), cache.num_pages, page)
         return out, write(state, layer, k, v, (page, offset))
 
+    def retain(
+        layer: int, q: Array, k: Array, v: Array, log_gates: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        out, new = retain_token(_state(state, layer), q, k, v, log_gates, stores)
+        return out, with_state(state, layer, new)
+
     choice = DecodeChoice(config, lengths, active, implementation)
-    return AsOneHead(attend, choice)
+    return AsOneHead(attend, choice, retain=retain)
+
+
+def _state(cache: PagedKVCache, layer: int) -> Float32[Array, "B H D Dv"]:
+    state = cache.states[layer]
+    assert state is not None
+    return state
 
 
 def _attend_pages(
@@ -261,11 +275,18 @@ def chunk_attend(
             result = merged(result, attend_chunk(config, before, state, layer, q, chunk))
         return result.out, state
 
+    def retain(
+        layer: int, q: Array, k: Array, v: Array, log_gates: Array, state: PagedKVCache
+    ) -> tuple[Array, PagedKVCache]:
+        old = _state(state, layer)
+        out, new = retain_chunk(old, q, k, v, log_gates, cu_lengths)
+        return out, with_state(state, layer, jnp.where(stores, new, old))
+
     def expanding(layer: int, queries: int) -> bool:
         return expands_latents(config, layer, queries, cache, implementation)
 
     choice = ChunkChoice(config, sequences, indices, kv_lengths, cu_lengths, implementation)
-    return AsOneHead(attend, choice, expanding)
+    return AsOneHead(attend, choice, expanding, retain)
 
 
 def newest_attend(

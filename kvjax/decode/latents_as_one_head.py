@@ -29,11 +29,14 @@ class AsOneHead(Generic[State]):
       expanding: of a layer and a number of queries, whether keys and values are made of latents;
         `attend` is then given queries [T, H, D] of these, and an `Expanded` in place of a choice.
         None is never.
+      retain: of layers of gated retention, as `kvjax.models.RetainingAttend` says; None where none
+        is.
     """
 
     attend: Callable[[int, Array, Array, Array, State, Any], tuple[Array, State]]
     choice: Callable[[int, Indexed, State], tuple[Any, State]] | None = None
     expanding: Callable[[int, int], bool] | None = None
+    retain: Callable[[int, Array, Array, Array, Array, State], tuple[Array, State]] | None = None
 
     def __call__(
         self, layer: int, q: Array, k: Array, v: Array, state: State
@@ -45,6 +48,19 @@ class AsOneHead(Generic[State]):
         """As `kvjax.models.ChoosingAttend` says."""
         assert self.choice is not None
         return self.choice(layer, indexed, state)
+
+    def retained(
+        self,
+        layer: int,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T H D"],
+        v: Float[Array, "T H Dv"],
+        log_gates: Float[Array, "T H"],
+        state: State,
+    ) -> tuple[Float[Array, "T H Dv"], State]:
+        """As `kvjax.models.RetainingAttend` says."""
+        assert self.retain is not None
+        return self.retain(layer, q, k, v, log_gates, state)
 
     def latents(
         self,

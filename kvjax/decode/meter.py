@@ -100,4 +100,5 @@ class Meter:
             prefix=prefix,
             prefix_unused=prefix_unused,
             tiers=tiers,
+            state_bytes=shapes.spec.state_bytes,
         )

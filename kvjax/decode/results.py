@@ -117,10 +117,11 @@ class Stats:
     page_size: int
     cache_bytes: dict[str, int]  # the pools as allocated, by dtype
     bytes_per_token: float  # of a full page, over all layers, scales and all; over tiers, as kept
-    bytes_read_per_step: int | None  # of keys and values, by a step after the last token, all rows
+    bytes_read_per_step: int | None  # of the cache, by a step after the last token, all rows
     prefix: PrefixStats | None = None  # where a stored prefix was used
     prefix_unused: str | None = None  # why none was, if stored prefixes were given
     tiers: TierStats | None = None  # where steps read selected pages
+    state_bytes: int = 0  # of a sequence, however long, in layers that keep states and no tokens
 
     @property
     def decode_seconds(self) -> float | None:

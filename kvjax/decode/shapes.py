@@ -214,6 +214,8 @@ def _runs(operation: str, layer: LayerSpec) -> bool:
     """Whether a layer's attention is made of an operation, as far as named ones are checked."""
     if operation == "lightning_indexer":
         return layer.index_dim > 0
+    if layer.kind == "retention":
+        return False
     return (operation == "latent_attention") == (layer.kind == "mla")
 
 

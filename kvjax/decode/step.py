@@ -154,7 +154,8 @@ def prefill_last(
         )[0]
     run = _chunk(state, prompts, index, chunk)
     where = run.sequences, run.slots
-    attend = chunk_attend(config, run.cache, *where, run.cu_lengths, implementation)
+    stores = run.reservation.ok
+    attend = chunk_attend(config, run.cache, *where, run.cu_lengths, implementation, stores=stores)
     x, cache = decoder.through(
         range(first), decoder.embedded(run.tokens), run.positions, attend, run.cache
     )

@@ -38,12 +38,12 @@ def tiered_plan(
     assert select is not None
     _check_context(model, lengths, new_tokens)
     stored = place is not None and place.store is not None
+    size, spec = cache.page_size, cache_spec(model, cache, over_tiers=True)
     check_layers(model, stored=stored)
     if isinstance(select.by, DistilledIndexer):
         select.by.check(model=fingerprint(model), name=model.name)
     if place is not None:
         check_codec(place.codec, cache_spec(model, cache).dtype)
-    size, spec = cache.page_size, cache_spec(model, cache, over_tiers=True)
     check_attention(spec, cache)
     page_format = cache.page_format
     if page_format is not None:

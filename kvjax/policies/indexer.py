@@ -38,12 +38,12 @@ class DistilledIndexer:
     @property
     def form(self) -> "DistilledIndexer":
         """What programs are compiled for: one form for all that have arrays of the same shapes."""
-        return DistilledIndexer("", tuple(each and each.form for each in self.layers))
+        return DistilledIndexer("", tuple(x if x is None else x.form for x in self.layers))
 
     @property
     def weights(self) -> tuple[IndexerWeights | None, ...]:
         """Each layer's, as arrays; None where it has none."""
-        return tuple(each and each.weights for each in self.layers)
+        return tuple(x if x is None else x.weights for x in self.layers)
 
     def check(self, *, model: str, name: str) -> None:
         """Refuse to choose for a model that this was not learned of.
@@ -92,8 +92,11 @@ class DistilledIndexer:
 
 def _body(layer: LayerIndexer) -> dict[str, Any]:
     arrays = {
-        name: {"shape": list(each.shape), "float32": base64.b64encode(each.values).decode()}
-        for name, each in zip(IndexerWeights._fields, layer.learned, strict=True)
+        name: {
+            "shape": list(each.shape),
+            "float32": base64.b64encode(np.asarray(each, "<f4").tobytes()).decode(),
+        }
+        for name, each in layer.weights._asdict().items()
     }
     return {"arrays": arrays, "frequencies": layer.frequencies, "sharpen": layer.sharpen}
 

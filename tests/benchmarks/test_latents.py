@@ -48,6 +48,7 @@ def test_quick_is_one_size_and_two_steps():
     assert latents.parse([]).shares == latents.SHARES
 
 
+@pytest.mark.slow
 def test_what_is_judged_in_a_format_is_what_is_scored_in_it(monkeypatch):
     monkeypatch.setattr(latents_formats, "FORMATS", ("int4",))
     layer = LayerConfig(4, 4, 12, latent=Latent(12, 4, 8))

@@ -23,6 +23,7 @@ class Bytes:
         return [byte % tiny.VOCAB for byte in text.encode()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["soft_caps", "gemma"])
 def test_nothing_but_the_place_of_the_prompt_differs(kind, tmp_path):
     model = dataclasses.replace(tiny.model(kind), tokenizer=Bytes())

@@ -224,6 +224,7 @@ def test_auto_is_bfloat16_on_accelerators(monkeypatch):
         assert resolve_dtype("auto") == expected
 
 
+@pytest.mark.slow
 def test_the_real_model_loads_twice_alike(gguf_file, tmp_path):
     path = gguf_file("smollm2-135m")
     first = load(path, dtype="float32", cache_dir=tmp_path)

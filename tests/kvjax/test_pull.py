@@ -245,6 +245,7 @@ class SlowIndex(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a child process")
 @pytest.mark.parametrize("to_group", [True, False], ids=["terminal", "process alone"])
 def test_control_c_in_the_middle_of_a_download_leaves_nothing(tmp_path, wheels, model, to_group):

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import spec as spec_module
+from kvjax.formats.estimates import quantized_bytes_per_element, residual_ratio
 from kvjax.spec import (
     ITEM_BYTES,
     KVSpec,
     LayerSpec,
     pages_for,
-    quantized_bytes_per_element,
-    residual_ratio,
     wasted_slots,
 )
 

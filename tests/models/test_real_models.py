@@ -10,7 +10,8 @@ from flax import nnx
 
 from kvjax.models import GGUFFile, build, causal_attend, gguf_tokenizer, read_gguf
 
-NAMES = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
+QWEN = pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.slow)
+NAMES = ("smollm2-135m", QWEN, "gemma3-270m")
 SMALL = ("smollm2-135m", "gemma3-270m")
 PROMPTS = ("short", "code", "chat", "text1k")
 ROWS = 128  # logits at a time: a vocabulary of 262,144 makes 1 MB a row

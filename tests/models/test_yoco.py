@@ -15,12 +15,14 @@ from kvjax.models import (
     ModelConfig,
     build,
     causal_attend,
+    contiguous_attend,
+    contiguous_cache,
     parameters,
     random_checkpoint,
     read,
     save_orbax,
 )
-from tests.models.yoco_oracle import ARGS, oracle_logits, released_weights
+from tests.models.yoco_oracle import ARGS, RETENTION, oracle_logits, released_weights
 
 
 def released(folder, *, weights=None, settings="params.json", **changed):
@@ -61,6 +63,18 @@ def test_logits_equal_the_equations(checkpoint):
     np.testing.assert_allclose(logits_of(checkpoint, tokens), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_gated_retention_equals_the_equations(tmp_path):
+    weights = released_weights(RETENTION)
+    checkpoint = read(released(tmp_path / "folder", weights=weights, sliding_window=None))
+    assert [layer.retention for layer in checkpoint.config.layers] == [True, True, False, False]
+    tokens = np.random.default_rng(1).integers(0, 64, 40)
+    expected = oracle_logits(weights, tokens, RETENTION)
+    assert np.abs(expected).max() > 5
+    np.testing.assert_allclose(logits_of(checkpoint, tokens), expected, atol=1e-5, rtol=1e-5)
+    save_orbax(tmp_path / "saved", checkpoint)
+    assert read(tmp_path / "saved").config == checkpoint.config
+
+
 def test_a_layer_of_the_cross_decoder_makes_no_keys(checkpoint):
     assert checkpoint.config.cross_from == 2
     names = {name for name in parameters(checkpoint.config) if name.startswith("layers.")}
@@ -88,8 +102,8 @@ def test_random_weights_fill_any_configuration(checkpoint):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sliding_window": None}, "sliding_window=None is not supported: .* gated retention"),
-        ({"sliding_window": False}, "sliding_window=False is not supported"),
+        ({"sliding_window": False}, "sliding_window=False must be a number of tokens; leave it"),
+        ({"sliding_window": 0}, "window=0 must be at least 1 token"),
         ({"sliding_window": 0.5}, "sliding_window is 0.5, not an integer"),
         ({"n_layers": 5}, "n_layers=5 must be even"),
         ({"max_seq_len": None}, "max_seq_len=-1 must be the tokens"),
@@ -116,6 +130,7 @@ def test_a_tensor_that_has_no_place_is_named(tmp_path):
 
 
 SELF, CROSS = LayerConfig(2, 2, 16, window=11), LayerConfig(4, 2, 8)
+RETAINS = LayerConfig(2, 2, 16, retention=True)
 
 
 def config(*layers, **options):
@@ -135,11 +150,34 @@ def config(*layers, **options):
             r"layer 2 is .*num_kv_heads=4.* from cross_from=1 on, keys and values are those",
         ),
         ((SELF, CROSS), {"cross_from": 1, "qk_norm": True}, "qk_norm=True and attn_soft_cap=None"),
+        ((RETAINS, SELF), {}, "layer 0 is of gated retention and cross_from=None: only layers of"),
+        ((RETAINS, RETAINS), {"cross_from": 1}, "layer 1 is of gated retention and cross_from=1"),
     ],
 )
 def test_layers_that_cannot_share_are_refused(layers, options, message):
     with pytest.raises(ValueError, match=message):
         config(*layers, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_kv_heads": 1}, "num_kv_heads=1 must be num_heads=2: each head .* a state of its"),
+        ({"window": 11}, "window=11 must be None: gated retention has none"),
+    ],
+)
+def test_layers_that_cannot_retain_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(RETAINS, **changed)
+
+
+def test_retention_needs_an_attend_that_keeps_its_state():
+    of = config(RETAINS, CROSS, cross_from=1)
+    graphdef, params = build(random_checkpoint(of))
+    ids = jnp.zeros((3,), jnp.int32)
+    attend = contiguous_attend(of, ids, ids)
+    with pytest.raises(ValueError, match="layer 0 is of gated retention, so it must have retained"):
+        nnx.merge(graphdef, params)(ids, ids, attend, contiguous_cache(of, 1, 3))
 
 
 def test_query_heads_may_differ_where_keys_do_not():

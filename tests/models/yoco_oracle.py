@@ -1,6 +1,7 @@
 """YOCO in NumPy, float64, from the paper's equations and the release's settings; nothing of kvjax.
 
-Whole attention matrices, weights under the release's names, pairs of RoPE as the release has them.
+Whole attention matrices, or a state that goes from token to token where a self-decoder has no
+window (gated retention); weights under the release's names, pairs of RoPE as the release has them.
 """
 
 import numpy as np
@@ -17,6 +18,10 @@ ARGS = {
     "norm_eps": 1e-5,
     "sliding_window": 11,
 }
+
+
+RETENTION = {name: value for name, value in ARGS.items() if name != "sliding_window"}
+"""Settings of a model whose self-decoder is of gated retention."""
 
 
 def released_weights(args=ARGS, seed=0):
@@ -39,11 +44,15 @@ def released_weights(args=ARGS, seed=0):
         "cross_decoder.v_proj.weight": matrix(narrow, size),
         "cross_decoder.kv_layer_norm.weight": norm(),
     }
-    for decoder, parts in (("self", "qkv"), ("cross", "q")):
+    retention = args.get("sliding_window") is None
+    for decoder, parts in (("self", "qkvg" if retention else "qkv"), ("cross", "q")):
         for index in range(args["n_layers"] // 2):
             layer = f"{decoder}_decoder.layers.{index}"
             for part in (*(f"{p}_proj" for p in parts), "out_proj"):
                 weights[f"{layer}.mixer.{part}.weight"] = matrix(size, size)
+            if parts == "qkvg":
+                # Three times as wide, so that gates differ: some forget in a few dozen tokens.
+                weights[f"{layer}.mixer.gt_proj.weight"] = 3 * matrix(args["n_self_heads"], size)
             for part, shape in (
                 ("fc1", (wide, size)),
                 ("gate", (wide, size)),
@@ -77,28 +86,50 @@ def attention(q, k, v, window=None):
     return np.einsum("hts,shd->thd", weights, v).reshape(count, -1)
 
 
+def retention(q, k, v, gates):
+    """Each head's q S, of S = gate S + k v / sqrt(d), token by token."""
+    count, heads, dim = q.shape
+    states, out = np.zeros((heads, dim, v.shape[2])), np.empty_like(v)
+    for t in range(count):
+        states = gates[t][:, None, None] * states + k[t][:, :, None] * v[t][:, None] / np.sqrt(dim)
+        out[t] = np.einsum("hk,hkv->hv", q[t], states)
+    return out
+
+
 def oracle_logits(weights, tokens, args=ARGS):
     """float64 [T, V]: what the model says after each token of one text."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     theta = args.get("rope_theta", 1e4)
 
+    def plain_norm(x):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + args["norm_eps"])
+
     def norm(x, name):
-        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + args["norm_eps"]) * w[name]
+        return plain_norm(x) * w[name]
 
     def heads(x, name, count):
         return (x @ w[name].T).reshape(len(x), count, -1)
 
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
     def swiglu(x, layer):
         gate = x @ w[f"{layer}.ffn.fc1.weight"].T
         up = x @ w[f"{layer}.ffn.gate.weight"].T
-        return (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.ffn.fc2.weight"].T
+        return (silu(gate) * up) @ w[f"{layer}.ffn.fc2.weight"].T
 
     x = np.sqrt(args["dim"]) * w["embed_tokens.weight"][np.asarray(tokens)]
     for index in range(args["n_layers"] // 2):
         layer, count = f"self_decoder.layers.{index}", args["n_self_heads"]
         y = norm(x, f"{layer}.mixer_layer_norm.weight")
         q, k, v = (heads(y, f"{layer}.mixer.{part}_proj.weight", count) for part in "qkv")
-        y = attention(rotated(q, theta), rotated(k, theta), v, args["sliding_window"])
+        q, k = rotated(q, theta), rotated(k, theta)
+        if args.get("sliding_window") is None:
+            gates = (1 / (1 + np.exp(-y @ w[f"{layer}.mixer.gt_proj.weight"].T))) ** (1 / 16)
+            kept = plain_norm(retention(q, k, v, gates)).reshape(len(y), -1)
+            y = silu(y @ w[f"{layer}.mixer.g_proj.weight"].T) * kept
+        else:
+            y = attention(q, k, v, args["sliding_window"])
         x = x + y @ w[f"{layer}.mixer.out_proj.weight"].T
         x = x + swiglu(norm(x, f"{layer}.final_layer_norm.weight"), layer)
     once = norm(x, "cross_decoder.kv_layer_norm.weight")

@@ -98,6 +98,7 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_write_the_system_cuts_short_leaves_nothing(tmp_path):
     """A real limit of the operating system: the process may write 64 KiB to a file, no more."""
     resource = pytest.importorskip("resource")

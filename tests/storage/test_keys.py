@@ -89,6 +89,7 @@ def test_any_sequence_of_whole_numbers_gives_the_same_keys():
     assert page_keys(BASE, "", (1, 2, 3, 4), 2) == keys
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_in_every_process_and_the_ones_that_are_on_disks_already():
     """Keys are deterministic: no hash seed, no process id, no capacity is in them."""
     script = (

@@ -78,6 +78,7 @@ print(k)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_a_writer_killed_at_any_write_publishes_all_or_nothing(tmp_path, when):

@@ -137,6 +137,7 @@ def test_a_decode_step(tiny, dtype):
     assert_in_place(programs, caches)
 
 
+@pytest.mark.slow
 @any_dtype
 def test_a_prefill_chunk(tiny, dtype):
     programs, caches = [], []
@@ -156,6 +157,7 @@ def test_the_opening_draw_moves_nothing(tiny):
     assert_in_place([program, program], [state.cache] * 2)
 
 
+@pytest.mark.slow
 @any_dtype
 @pytest.mark.parametrize("entry", [_generate, _score], ids=["generate", "score"])
 def test_whole_programs_hold_one_pool(tiny, entry, dtype):

@@ -163,6 +163,7 @@ def test_what_a_sequence_holds_does_not_depend_on_how_it_came(name):
             jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_has_the_bytes_of_its_sequences_alone():
     format, lengths = int4(), (46, 0, 17, 33)
     alone = []
@@ -220,6 +221,7 @@ def test_kivi_takes_what_its_paper_says():
     assert f"{share:.1%}" == "20.0%"
 
 
+@pytest.mark.slow
 def test_a_fork_shares_codes_and_copies_what_is_newest():
     format, given = dataclasses.replace(int4(), sinks=1), rows(60)
     cache, _ = do_append(empty(format, batch=2), *cut(given, 0, 41), starts(41, 0))
@@ -244,6 +246,7 @@ def test_a_fork_shares_codes_and_copies_what_is_newest():
                 np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_pages_are_copied_with_their_scales():
     cache, _ = do_append(empty(int4()), *cut(rows(60), 0, 44), starts(44))
     source, target = cache.block_tables[0, :2], jnp.asarray([20, 24], jnp.int32)
@@ -254,6 +257,7 @@ def test_pages_are_copied_with_their_scales():
         np.testing.assert_array_equal(new.values()[:20], old.values()[:20])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_changes_nothing():
     cache, _ = do_append(empty(int4(), num_pages=3), *rows(40), starts(40))
     after, reservation = do_append(cache, *rows(40, 3), starts(40))

@@ -30,6 +30,7 @@ def run(folder):
     return invoke
 
 
+@pytest.mark.slow
 def test_a_calibration_is_written_and_told(run, folder, tmp_path):
     result = run(folder / "text.txt", "-o", tmp_path / "formats.json", "-n", "64")
     assert result.exit_code == 0, result.output

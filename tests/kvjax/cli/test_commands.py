@@ -157,6 +157,7 @@ def test_score_is_the_librarys(run, model, folder):
     assert by_id["logprobs"] == found["logprobs"]
 
 
+@pytest.mark.slow
 def test_score_takes_the_cache_options(run):
     text = "a bad abbot " * 6
     pages = {}

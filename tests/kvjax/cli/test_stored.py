@@ -87,6 +87,7 @@ def test_a_stored_document_is_asked_about(run, key, folder, monkeypatch):
         assert row in table.stderr
 
 
+@pytest.mark.slow
 def test_the_same_words_are_the_same_tokens_stored_or_not(run, key, folder):
     question = ("generate", "abc", "-n", 3, "--json")
     warm = json.loads(whole(run(*question, "--prefix", key, "--budget", "100%")))
@@ -264,6 +265,7 @@ def test_a_store_that_fails_is_one_line(run, folder, monkeypatch, error, said):
     assert again.exception is error
 
 
+@pytest.mark.slow
 def test_tokens_are_reordered_after_an_answer(run, folder):
     asking = ("--select-by", "impress", "--select-who", "layer", "--read-timeout", 20, "--reorder")
     added = run("prefix", "add", folder / "document.txt", *asking[:4], "--json")

@@ -47,6 +47,7 @@ def test_all_pages_selected_are_the_plain_answer(run, folder):
     assert plain["stats"]["tiers"] is None
 
 
+@pytest.mark.slow
 def test_an_answer_is_kept_and_pages_lie_by_cluster(run, folder):
     usual = ("--page-size", "8", "-n", "17", "--json")
     tiers = ("--select", "mean", "--step-budget", "100%", *usual)
@@ -61,6 +62,7 @@ def test_an_answer_is_kept_and_pages_lie_by_cluster(run, folder):
     assert [info.codec for info in infos] == ["zstd"] * 2
 
 
+@pytest.mark.slow
 def test_how_heads_agree_and_what_is_near_at_first(run, monkeypatch):
     """What the options say is what the call gets."""
     seen, whole = [], decode.generate
@@ -77,6 +79,7 @@ def test_how_heads_agree_and_what_is_near_at_first(run, monkeypatch):
     assert other.place == Place(observe=5)
 
 
+@pytest.mark.slow
 def test_the_table_says_what_moved(run):
     result = run(DOCUMENT, "--select", "mean", "--step-budget", "2 pages", "--window", "0")
     assert result.exit_code == 0, result.output

@@ -74,6 +74,7 @@ def test_keys_are_captured_without_their_rotation():
     np.testing.assert_allclose(layers[0].keys, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_calibration_is_of_all_layers_and_tells_its_progress():
     said = []
     texts = [prompt(50, 1), prompt(70, 2)]
@@ -90,6 +91,7 @@ def test_a_calibration_is_of_all_layers_and_tells_its_progress():
     assert found == calibrate_formats(model(), texts, tokens=96)
 
 
+@pytest.mark.slow
 def test_a_calibrated_format_serves_its_own_model_only():
     found = calibrate_formats(model(), prompt(64), tokens=64).format("kvquant3")
     told = score(model(), prompt(64), cache=CacheConfig(format=found))
@@ -102,6 +104,7 @@ def test_a_calibrated_format_serves_its_own_model_only():
         score(model(), prompt(64), cache=CacheConfig(format=other))
 
 
+@pytest.mark.slow
 def test_one_text_of_ids_is_a_list_of_one():
     texts = prompt(50, 1)
     found = calibrate_formats(model(), texts, tokens=48)

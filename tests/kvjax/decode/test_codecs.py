@@ -62,6 +62,7 @@ def tiered(tiny, folder, codec):
     return generate(tiny, PROMPT, max_new_tokens=18, stop_at_eos=False, cache=cache)
 
 
+@pytest.mark.slow
 def test_steps_over_encoded_pages_are_the_same(tiny, tmp_path):
     plain = tiered(tiny, tmp_path / "plain", "none")
     result = tiered(tiny, tmp_path / "pages", "splitzip")

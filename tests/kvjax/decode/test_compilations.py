@@ -24,6 +24,7 @@ def planned(lengths, new_tokens=64, most=512, **cache):
     )
 
 
+@pytest.mark.slow
 def test_few_programs_serve_every_length():
     """Of one prompt and of batches: what the module says, and what fits the kept programs."""
     assert len({planned([n]) for n in range(1, 8193)}) <= 40
@@ -59,6 +60,7 @@ def compiles(call):
     return compilations() - before
 
 
+@pytest.mark.slow
 def test_one_bucket_is_compiled_once():
     """Other lengths, limits, seeds, sampling numbers, stop tokens, and even other weights of the
     same architecture run what was compiled first; the statistics say how many were new."""

@@ -43,6 +43,7 @@ def test_scores_in_chunks_equal_one_forward(model):
     np.testing.assert_allclose(scored.logprobs[1:], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_decoding_from_all_pages_selected_equals_one_forward(model):
     ids = prompt(42, seed=3)
     every = CacheConfig(page_size=8, select=Select("100%", by="low-rank"), place=Place())

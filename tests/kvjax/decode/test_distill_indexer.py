@@ -59,6 +59,7 @@ def dense(of, layer, ids, rows):
     return weights / weights.sum(axis=2, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "soft_caps", "groups_of_3"])
 def test_attention_that_is_learned_is_the_models(name):
     of, ids, rows = model(name), prompt(128, seed=2), [0, 7, 127]
@@ -68,12 +69,14 @@ def test_attention_that_is_learned_is_the_models(name):
         np.testing.assert_allclose(found, dense(of, layer, ids, rows), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_learns():
     for losses in distilled().losses:
         assert len(losses) == STEPS
         assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:3])
 
 
+@pytest.mark.slow
 def test_what_it_chooses_keeps_more_of_the_attention_than_page_means():
     tokens = kept()["indexer, tokens", 16].attention
     assert tokens > kept()["page means", 16].attention
@@ -97,6 +100,7 @@ def test_the_same_seed_gives_the_same_indexer_and_another_another():
     assert distilled(seed=1) != distilled()
 
 
+@pytest.mark.slow
 def test_layers_with_windows_have_none():
     of = distilled("gemma")
     assert of.layers[0] is None

@@ -51,6 +51,7 @@ def logprobs(of, ids, layer=None, part=0, packing=None):
     return np.asarray(program(of.params, jnp.asarray(ids, jnp.int32)), np.float64)
 
 
+@pytest.mark.slow
 def test_a_loss_is_the_divergence_that_codes_alone_cause():
     of, ids = model("llama"), prompt(TOTAL, 4)
     told = []
@@ -75,6 +76,7 @@ def test_the_shortest_text_has_a_page_that_is_encoded():
     assert all(min(curve) > 0 for loss in losses for curve in loss)
 
 
+@pytest.mark.slow
 def test_layers_with_a_window_are_left_out():
     of = model("gemma")
     losses = layer_losses(of, [prompt(TOTAL, 5)], lambda done: None)

@@ -104,6 +104,7 @@ def test_tokens_do_not_depend_on_chunks_or_on_the_batch():
     assert together.stats.bytes_per_token < of.spec.bytes_per_token / 5
 
 
+@pytest.mark.slow
 def test_products_of_float8_are_near_those_of_float32(monkeypatch):
     """Prefill reads the codes in float32 either way: the first token is the same."""
     of, ids = model("llama"), prompt(70, 1)
@@ -128,6 +129,7 @@ def test_products_of_float8_are_near_those_of_float32(monkeypatch):
         generate(model("soft_caps"), ids, cache=CacheConfig(format="fp8-products"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_what_is_not_finite_stays_in_its_sequence(sinks):
     """One chunk holds two prompts; the first has a value that is infinite."""

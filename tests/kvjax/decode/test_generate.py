@@ -51,6 +51,7 @@ def test_statistics():
     assert stats.tokens_per_second > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_batch_equals_single_runs_and_a_stream(row):
     """Whatever page size, chunks and implementation the single run uses."""
@@ -100,6 +101,7 @@ def test_a_stop_token_that_comes_last_is_a_stop():
     assert (result.tokens, result.finish_reasons) == ([row[: place + 1]], ["stop"])
 
 
+@pytest.mark.slow
 def test_one_token():
     result = generate(tiny(), PROMPTS, max_new_tokens=1)
     assert result.tokens == [row[:1] for row in greedy().tokens]
@@ -159,6 +161,7 @@ def test_control_tokens_are_left_out_of_text_however_it_comes():
     assert named.tokenizer.decode(row) == text
 
 
+@pytest.mark.slow
 def test_seeds_reproduce():
     hot = {"max_new_tokens": NEW, "sampling": Sampling(temperature=1.5, top_p=0.95)}
     draws = [
@@ -173,6 +176,7 @@ def test_seeds_reproduce():
     assert [event.token for event in again] == draws[0][0]
 
 
+@pytest.mark.slow
 def test_a_cache_of_fewer_bits_draws_nearly_the_same():
     result = generate(tiny(), PROMPTS, max_new_tokens=NEW, cache=CacheConfig(dtype="bfloat16"))
     assert list(result.stats.cache_bytes) == ["bfloat16"]
@@ -180,6 +184,7 @@ def test_a_cache_of_fewer_bits_draws_nearly_the_same():
     assert sum(same) >= 2
 
 
+@pytest.mark.slow
 def test_a_context_can_be_filled():
     """The last position of the model's context is usable, and no further one."""
     ids = prompt(1024 - 3, 2)

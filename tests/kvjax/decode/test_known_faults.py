@@ -151,6 +151,7 @@ def test_a_damaged_sequence_stays_alone():
     assert np.isnan(torn[1]).all()
 
 
+@pytest.mark.slow
 def test_a_step_without_a_free_page_loses_nothing():
     """Running out is a value: nobody's tokens, tables or lengths change, whoever lacked a page."""
     rows = [prompt(n, n) for n in (5, 16, 17, 2, 1)]
@@ -170,6 +171,7 @@ def test_a_step_without_a_free_page_loses_nothing():
         close(logits[row], no_cache_logits(tiny(), [*rows[row], 7])[-1])
 
 
+@pytest.mark.slow
 def test_keys_that_overflow_the_cache_are_an_error_and_no_text():
     """The likeliest of NaN logits is token 0, and so are all that follow: a fluent-looking nothing.
     Every entry says which prompt it was; with a wider cache the same model runs."""

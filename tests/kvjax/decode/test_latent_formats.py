@@ -112,6 +112,7 @@ def test_scores_are_those_of_numpy(name):
     assert got.stats.bytes_per_token == format.bytes_per_token(of.spec, cache.page_size)
 
 
+@pytest.mark.slow
 def test_steps_and_forks_are_those_of_numpy():
     """Chunks, then tokens one by one, over scattered pages; the third row is a fork."""
     prompts, more = [prompt(37), prompt(12, seed=1)], [prompt(16, seed=n) for n in (2, 3, 4)]
@@ -124,6 +125,7 @@ def test_steps_and_forks_are_those_of_numpy():
         np.testing.assert_allclose(logits, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_over_tiers_are_those_of_numpy():
     """A prompt is seen as it was made; after it, full pages behind the first two are codes."""
     of, format = tiny.model("latents"), dataclasses.replace(int4(), sinks=9)

@@ -115,6 +115,7 @@ def test_logits_of_chunks_and_steps_equal_the_reference(name):
     np.testing.assert_allclose(got[1], logits[:17], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_forks_equal_one_expanded_forward():
     """Of a model whose scores have another scale than that of its heads."""
     prompts, more = [prompt(37), prompt(12, seed=1)], [prompt(6, seed=n) for n in (2, 3, 4)]
@@ -124,6 +125,7 @@ def test_forks_equal_one_expanded_forward():
         np.testing.assert_allclose(logits, no_cache_logits(of, ids + rest), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_large_chunks_make_keys_and_values_of_latents(monkeypatch):
     """Where that costs less; a chunk holds several prompts, and a part of one after another."""
     made = config(latent_layer(2, 6, 4, 300, 8), latent_layer(2, 6, 4, 300, 8))

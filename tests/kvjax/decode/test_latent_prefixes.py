@@ -66,6 +66,7 @@ def ids():
     return tiny.prompt(PAGES * PAGE + SUFFIX)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("deepseek_v3", PAGES), ("latents", 4)])
 def test_few_pages_are_those_of_most_attention(tmp_path, ids, name, count):
     """By means of latents and position keys, for all heads together; the oracle expands."""
@@ -81,6 +82,7 @@ def test_few_pages_are_those_of_most_attention(tmp_path, ids, name, count):
         assert np.abs(found - every).max() > 1e-2 * scale
 
 
+@pytest.mark.slow
 def test_a_row_is_all_that_a_query_scores(ids):
     """Both halves together, of layers of two sizes, against expanded keys."""
     model = tiny.model("latents")

@@ -94,6 +94,7 @@ def test_guesses_that_go_wrong_change_nothing(tmp_path, model, ids, monkeypatch,
     assert stats.prefix.bytes_prefetched == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_may_share_one_page(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids)
     other = [*ids[: PAGE + 2], *tiny.prompt(20, seed=3)]
@@ -102,6 +103,7 @@ def test_a_prompt_may_share_one_page(tmp_path, model, ids):
     assert (stats.prefix.pages, stats.prefix.pages_chosen) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_document_may_have_one_page(tmp_path, model, ids):
     prefixes = PrefixCache(tmp_path, config=LOAD)
     prefixes.add(model, ids[: PAGE + 1], cache=CACHE)
@@ -180,6 +182,7 @@ def test_a_call_says_why_nothing_stored_was_used(tmp_path, model, ids):
     assert answer(model, ids, None)[1].prefix_unused is None
 
 
+@pytest.mark.slow
 def test_threads_share_a_cache(tmp_path, model, ids):
     """Each asks about a document of its own; memory of both is the same."""
     prompts = [tiny.prompt(DOCUMENT + QUESTION, seed=seed) for seed in range(4)]
@@ -223,6 +226,7 @@ def test_device_memory_that_could_not_be_updated_is_not_trusted(
     assert stats.prefix.device_hits == stats.prefix.units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "latents"], indirect=True)
 def test_open_prefixes_make_room_for_a_new_one(tmp_path, model, ids):
     first = stored(tmp_path / "one", model, ids)
@@ -263,6 +267,7 @@ def test_weights_that_change_in_place_are_another_model(tmp_path, model, ids):
     assert tokens == answer(own, ids, None)[0]
 
 
+@pytest.mark.slow
 def test_a_pool_of_given_size_is_kept_to(tmp_path, model, ids, plain):
     prefixes = stored(tmp_path, model, ids, dataclasses.replace(LOAD, budget="25%"))
     _, stats = answer(model, ids, prefixes, CacheConfig(page_size=PAGE, num_pages=30))

@@ -121,6 +121,7 @@ def test_all_of_a_prefix_is_what_prefill_makes(model, ids, stored, plain):
             np.testing.assert_allclose(one[:, : len(ids)], other[:, : len(ids)], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_budget_reads_as_much_of_the_codes(model, ids, stored, plain, tmp_path):
     """A third of the pages: near what the same budget gives without a format."""
     _, folder, _ = stored

@@ -120,6 +120,7 @@ def hidden(model, ids, prefixes, cache=CACHE):
     return prefill_program(model, ids, shapes, state, meter)(state, lambda *_: None).hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -144,6 +145,7 @@ def test_layers_with_a_window_attend_to_all_that_is_in_it(tmp_path, ids, name, c
     assert tokens == answer(model, short, None)[0]
 
 
+@pytest.mark.slow
 def test_of_a_layer_with_a_window_only_the_window_is_read(tmp_path, ids):
     model = tiny.model("gemma")  # a window of 12 tokens, then a layer that sees everything
     layer_page = model.spec.bytes_per_page(PAGE) // 2
@@ -168,6 +170,7 @@ def test_gemma_answers_from_stored_pages(tmp_path, gguf_file):
     np.testing.assert_allclose(warm, cold, rtol=1e-4, atol=1e-5 * np.abs(cold).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
 def test_pages_stay_in_device_memory_and_only_changes_go_there(tmp_path, model, ids, host_bytes):
     half = dataclasses.replace(LOAD, budget="50%", host_bytes=host_bytes)
@@ -209,6 +212,7 @@ def test_a_restart_changes_nothing(tmp_path, model, ids):
     assert first[1].bytes_used == second[1].bytes_used
 
 
+@pytest.mark.slow
 def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids)
     other = [*ids[: 5 * PAGE + 4], *tiny.prompt(20, seed=3)]
@@ -217,6 +221,7 @@ def test_a_prefix_serves_a_prompt_that_shares_only_its_beginning(tmp_path, model
     assert stats.pages == 5
 
 
+@pytest.mark.slow
 def test_prompts_that_differ_after_their_last_page_are_both_kept(tmp_path, model, ids):
     prefixes = PrefixCache(tmp_path, config=LOAD)
     prompts = [[*ids[: 3 * PAGE], *ending] for ending in ([], [1], [1, 2], [3, 2])]
@@ -230,6 +235,7 @@ def test_prompts_that_differ_after_their_last_page_are_both_kept(tmp_path, model
         assert stats.pages == 3
 
 
+@pytest.mark.slow
 def test_a_growing_prompt_need_not_leave_what_it_grew_from(tmp_path, model, ids, plain):
     prefixes = PrefixCache(tmp_path, config=LOAD)
     for length in (2 * PAGE + 1, 5 * PAGE, DOCUMENT):
@@ -273,6 +279,7 @@ def test_memory_may_be_cleared(tmp_path, model, ids, plain):
     assert again.sketch_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_may_fill_the_context(tmp_path, model):
     document = tiny.prompt(1024 - 6 - QUESTION)
     prefixes = PrefixCache(tmp_path, config=dataclasses.replace(LOAD, by="all"))

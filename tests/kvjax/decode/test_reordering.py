@@ -41,6 +41,7 @@ def stored(folder, model, ids, **changes):
     return prefixes
 
 
+@pytest.mark.slow
 def test_all_tokens_in_another_order_are_exact_prefill(tmp_path, model, ids):
     expected = answer(model, ids, None)[0]
     prefixes = stored(tmp_path, model, ids, budget="100%")
@@ -94,6 +95,7 @@ def test_each_layer_has_its_own_order_of_all_tokens(tmp_path, model, ids):
                 assert (np.diff(chosen) <= 0).all()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_shares_only_the_beginning_reads_tokens_in_their_own_order(
     tmp_path, model, ids
 ):
@@ -146,6 +148,7 @@ def test_others_do_not_see_what_is_reordered(tmp_path, model, ids):
     assert stats.key != info.key
 
 
+@pytest.mark.slow
 def test_a_window_is_measured_in_the_tokens_own_order(tmp_path, ids):
     model = tiny.model("gemma")
     expected = answer(model, ids, None)[0]

@@ -223,6 +223,7 @@ def test_tokens_tell_which_share_of_a_page_was_wanted(model, tokens, stored):
         assert len(units) >= 2 * heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 1])
 @pytest.mark.parametrize("layout", [(1, 1, False), (2, 2, False), (1, 2, True)])
 def test_pages_that_are_near_are_not_transferred(model, tokens, stored, layout, share):

@@ -61,6 +61,7 @@ def assert_greedy(model, ids, tokens):
     assert logits[len(ids) - 1 : -1].argmax(axis=1).tolist() == tokens
 
 
+@pytest.mark.slow
 def test_a_batch_and_scores_equal_one_forward(model):
     """Nine tokens of forty: what is not chosen must not be seen, in chunks, steps and batches."""
     prompts, cache = [prompt(37), prompt(5, seed=1)], CacheConfig(page_size=24)
@@ -76,12 +77,14 @@ def test_a_batch_and_scores_equal_one_forward(model):
     assert stats.cache_bytes == {"float32": stats.pages_total * 24 * stats.bytes_per_token}
 
 
+@pytest.mark.slow
 def test_a_stream_equals_one_forward(model):
     ids = prompt(37)
     events = kvjax.stream(model, ids, max_new_tokens=8, stop_tokens=(), cache=CACHE)
     assert_greedy(model, ids, [event.token for event in events])
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_index_keys_too(model):
     """Of full pages, which are shared, and of the open one, which is copied."""
     prompts, more = [prompt(37), prompt(28, seed=1)], [prompt(6, seed=n) for n in (2, 3, 4)]

@@ -90,6 +90,7 @@ def test_all_pages_are_exact(name, by, times, evict):
             np.testing.assert_allclose(got[row], want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_alone_and_shorter_than_a_page():
     for length in (1, 5, 7):
         ids, prompts, given = split((length,), 9)
@@ -102,6 +103,7 @@ def test_a_prompt_alone_and_shorter_than_a_page():
         assert stats.pages_chosen == 2  # the first and the last are always read
 
 
+@pytest.mark.slow
 def test_a_cache_of_fewer_bits_is_near():
     """Pages cross the host in bfloat16 as they are."""
     ids, prompts, given = split(BATCHES[0], NEW)
@@ -148,6 +150,7 @@ def a_quarter(times, evict):
     return forced_logits(made(), prompts, given, over_tiers(times=times, evict=evict))
 
 
+@pytest.mark.slow
 def test_the_oracle_reads_less_than_everything():
     ids, _, _ = split(LENGTHS, TOKENS)
     for row, n, sparse in zip(ids, LENGTHS, plainly(), strict=True):
@@ -166,6 +169,7 @@ def test_a_quarter_equals_the_oracle(times, evict):
         np.testing.assert_allclose(row, want.logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_pages_chosen_by_a_sketch_do_not_depend_on_where_they_are():
     _, prompts, given = split(LENGTHS, TOKENS)
     near, fetched = (
@@ -229,6 +233,7 @@ def test_pages_are_kept_as_they_were_computed(times, evict):
             np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_few_pages_of_latents_equal_the_oracle(tmp_path):
     """Which expands them; they are in a store, and the second time found there."""
     of = made("latents")
@@ -306,6 +311,7 @@ def test_prompts_that_share_a_beginning_share_a_store(tmp_path):
 # generate
 
 
+@pytest.mark.slow
 def test_generate_draws_what_it_draws_without_tiers():
     """With a key, at 100 %; rows end on their own."""
     prompts = [prompt(n, seed) for seed, n in enumerate(BATCHES[0])]

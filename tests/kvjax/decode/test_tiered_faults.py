@@ -93,6 +93,7 @@ class Late:
 ALWAYS = 1 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "after"), [("fails", 5), ("never returns", 1)])
 def test_one_row_ends_and_the_others_are_unharmed(faulty, tmp_path, fault, after):
     generate(tiny(), PROMPTS, cache=cache_in(tmp_path / "other"), **DRAW)  # compiles
@@ -128,6 +129,7 @@ def test_one_fault_is_none(faulty, tmp_path, fault):
     assert got.finish_reasons == ["length"] * 3
 
 
+@pytest.mark.slow
 def test_a_prompt_alone_raises_too(faulty, tmp_path):
     faulty("fails", 2, ALWAYS)
     with pytest.raises(RowsFailedError, match=r"prompt 0: page \d+ of layer 0") as caught:
@@ -136,6 +138,7 @@ def test_a_prompt_alone_raises_too(faulty, tmp_path):
     assert caught.value.generation.finish_reasons == ["error"]
 
 
+@pytest.mark.slow
 def test_a_stream_raises_after_the_tokens_that_were_drawn(faulty, tmp_path):
     faulty("fails", 2, ALWAYS)
     drawn = []
@@ -155,6 +158,7 @@ def test_the_next_call_is_as_if_nothing_had_been(faulty, tmp_path):
     assert got.tokens == undisturbed().tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [True, False])
 def test_logits_that_are_not_finite_end_their_row_only(tiers):
     """A token whose embedding is NaN stands in one prompt."""

@@ -88,6 +88,7 @@ def run(cache):
     return ids, got, stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("format", ["whole", "int4, all tokens"])
 def test_a_format_that_loses_nothing_changes_nothing(format, times):
@@ -177,6 +178,7 @@ def test_half_the_pages_equal_what_their_codes_say_in_numpy(format, name, times)
     assert stats.misses > 0
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_fetched_and_kept():
     plain, packed = (run(over_tiers(name, 0))[2] for name in (None, "int8"))
     assert packed.misses == plain.misses
@@ -202,6 +204,7 @@ def test_a_store_keeps_the_same_bytes(tmp_path):
     assert len(list(tmp_path.rglob("*"))) > files  # pages of one format serve no other
 
 
+@pytest.mark.slow
 def test_pages_of_near_keys_lie_next_to_each_other_in_the_store(tmp_path):
     """As the keys say that the bytes stand for; and each page is found where it lies."""
     near = run(over_tiers("int4", 0))[1]

@@ -87,6 +87,7 @@ class Whole(PerPage):
         return out.reshape(len(queries), -1), lse.reshape(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "times"), [("one layer", 1), ("llama", 0), ("soft_caps", 2)])
 def test_an_estimate_that_is_exact_makes_every_budget_exact(name, times):
     """Values reach the index with the prompt and with every page that fills."""
@@ -116,6 +117,7 @@ class Unestimated:
     scanned_bytes_per_page = bytes_per_page
 
 
+@pytest.mark.slow
 def test_retroinfers_estimate_brings_attention_nearer():
     retro = RetroInfer(4, 64, covered=1.0)
     errors = []
@@ -125,6 +127,7 @@ def test_retroinfers_estimate_brings_attention_nearer():
     assert errors[0] < 0.8 * errors[1], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [name for name in NAMES if name != "indexer"])  # a model's own
 def test_all_pages_are_exact_whatever_the_scores(by):
     """Of a prompt shorter than a page too, which has nothing to build an index of."""

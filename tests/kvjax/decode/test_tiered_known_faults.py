@@ -89,6 +89,7 @@ def host(call):
     return [[array.copy() for array in row.layers] for row in call._pages._rows]
 
 
+@pytest.mark.slow
 def test_what_holds_no_token_is_never_read():
     """Padding points at some page, and a weight of zero does not save from the NaN in it: slots
     without a page, the rest of the open page, and host memory past the last page."""
@@ -205,6 +206,7 @@ def test_timing_changes_nothing(monkeypatch, late):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_nothing_chosen_is_no_hit():
     """0 of 0 reported as a full hit hides that nothing was there."""
     of = sequences()[0][2:], [sequences()[1][2][:2]]  # 7 tokens: no page is full
@@ -238,6 +240,7 @@ def test_a_pool_is_no_larger_than_int32_can_index():
             TieredCall(long, [[1]], new_tokens=(1 << 28) - 1, cache=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, "equal", "planned"])
 def test_a_step_copies_no_pool(window):
     """A pool that is read after it was written in the same step is copied whole, each step: all its

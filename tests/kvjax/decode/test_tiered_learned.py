@@ -68,6 +68,7 @@ def test_all_pages_are_exact():
         np.testing.assert_allclose(got[row], want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_pages_are_those_that_each_layers_indexer_chooses():
     """As pages fill, too; the layers swapped would choose others."""
     (ids,), (got,) = decoded("llama", "4 pages", (85,))
@@ -98,6 +99,7 @@ def test_one_program_serves_all_that_were_learned():
     assert np.abs(rows[0] - rows[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_it_is_told_where_the_token_is():
     of, layer = model(), indexer("llama").layers[1]
     rng = np.random.default_rng(0)

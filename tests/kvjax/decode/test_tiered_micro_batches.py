@@ -35,6 +35,7 @@ def whole():
     return forced_logits(model(), PROMPTS, GIVEN, cache("25%", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [4, 64])
 def test_parts_change_nothing(parts):
     found = forced_logits(model(), PROMPTS, GIVEN, cache("25%", parts))
@@ -46,6 +47,7 @@ def test_parts_change_nothing(parts):
     assert found.stats.misses > 0
 
 
+@pytest.mark.slow
 def test_all_pages_in_parts_are_exact():
     found = forced_logits(model(), PROMPTS, GIVEN, cache("100%", 4))
     for row, logits in enumerate(found.logits):
@@ -53,6 +55,7 @@ def test_all_pages_in_parts_are_exact():
         np.testing.assert_allclose(logits, exact[-len(logits) :], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_part_is_asked_for_before_any_is_waited_for(tmp_path, monkeypatch):
     """From a store, whose reads go on meanwhile."""
     calls = []

@@ -176,6 +176,7 @@ def test_nothing_behind_a_window_is_read():
 # Stores, formats, plans.
 
 
+@pytest.mark.slow
 def test_a_store_changes_nothing_and_keeps_all_layers(tmp_path):
     """As other calls would find the prompt; what windows do not reach is never read again."""
     want, stats, _ = a_quarter(0, "lookahead")

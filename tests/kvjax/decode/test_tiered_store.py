@@ -30,6 +30,7 @@ def answer(tiny, ids, folder):
     return generate(tiny, ids, max_new_tokens=8, stop_at_eos=False, cache=cache)
 
 
+@pytest.mark.slow
 def test_a_damaged_prompt_fails_once_and_is_written_anew(tiny, tmp_path):
     first = answer(tiny, PROMPT, tmp_path / "pages")
     shards = [x for x in (tmp_path / "pages" / "data").rglob("0") if x.is_file()]
@@ -81,6 +82,7 @@ def test_a_prompt_is_written_without_a_copy_of_it(tiny, tmp_path):
     assert peak < before / 2
 
 
+@pytest.mark.slow
 def test_what_is_stored_serves_calls_that_read_prefixes(tiny, tmp_path):
     """With what prefilling took, or it would be estimated to be faster than any read."""
     answer(tiny, PROMPT, tmp_path)
@@ -94,6 +96,7 @@ def test_what_is_stored_serves_calls_that_read_prefixes(tiny, tmp_path):
     assert used.stats.prefix is not None
 
 
+@pytest.mark.slow
 def test_questions_about_one_document_share_its_pages(tiny, tmp_path):
     place = tmp_path / "pages"
     alone = [answer(tiny, PROMPT + tail, tmp_path / f"{tail[0]}") for tail in ([1] * 20, [2] * 20)]
@@ -108,6 +111,7 @@ def test_a_prompt_that_shares_little_is_stored_of_its_own(tiny, tmp_path):
     assert len(PageStore.open(tmp_path).segments()) == 2
 
 
+@pytest.mark.slow
 def test_of_documents_that_differ_at_the_end_the_one_asked_about_is_used(tiny, tmp_path):
     prefixes = PrefixCache(tmp_path)
     ends = [[*PROMPT, 3, 4, 5], [*PROMPT, 6, 7]]

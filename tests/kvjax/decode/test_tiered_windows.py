@@ -50,6 +50,7 @@ def misses(slots):
 # A step reads 4 pages; a row has 16.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "slots"),
     [
@@ -68,6 +69,7 @@ def test_uneven_slots_move_pages_and_change_nothing(plan, slots):
     assert stats.misses == misses(slots)
 
 
+@pytest.mark.slow
 def test_an_equal_plan_is_that_window(tmp_path):
     """The same program, also from a file."""
     path = tmp_path / "plan.json"
@@ -141,6 +143,7 @@ def test_a_profile_is_what_windows_miss(profiled):
         np.testing.assert_allclose(profiled.misses[..., size].sum() * 23, stats.misses)
 
 
+@pytest.mark.slow
 def test_a_plan_fetches_less_in_as_much_memory(profiled):
     """On what was profiled; greedy, so not more than equal windows."""
     equal, page = dataclasses.replace(PROFILED, window=Window(1.5)), PAGE_BYTES
@@ -187,6 +190,7 @@ def test_a_plan_of_something_else(tmp_path):
         refused(Window(plan=tmp_path / "plan"), message)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_the_device():
     plan = WindowPlan(((4, 9), (15, 6)), fingerprint(made()), SIZE)
     need = (5 + 10 + 16 + 7) * PAGE_BYTES

@@ -126,6 +126,7 @@ def test_chunks_last_tokens_and_steps_equal_the_equations(model):
         close(drawn, row[len(ids) :])
 
 
+@pytest.mark.slow
 def test_a_batch_is_continued_as_the_equations_say(model):
     prompts = [prompt(n, seed=n) for n in (70, 5, 33)]
     result = kvjax.generate(
@@ -152,6 +153,7 @@ def test_a_stream_is_continued_as_the_equations_say(model):
     assert events[-1].stats.bytes_read_per_step == 2 * SELF * WINDOW + 2 * CROSS * 81
 
 
+@pytest.mark.slow
 def test_a_score_equals_the_equations(model):
     ids = prompt(60, seed=2)
     scored = kvjax.score(model, ids, prefill_chunk=32, cache=CacheConfig(page_size=PAGE))
@@ -173,6 +175,7 @@ def test_capacity_grows_by_one_layer_and_reads_by_all(model):
     assert pool_bytes(cache) == {"float32": PAGE * (2 * 2 * 5 * SELF + 512 * CROSS)}
 
 
+@pytest.mark.slow
 def test_most_tokens_of_a_prompt_leave_after_the_self_decoder():
     """Counted in compiled programs: the cross-decoder's matrices meet one token, not a chunk's."""
     args = ARGS | {"dim": 64, "hidden_dim": 256}

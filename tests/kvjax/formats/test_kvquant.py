@@ -52,6 +52,7 @@ def test_levels_ascend_within_the_range(bits):
         assert np.abs(levels).max() <= 1
 
 
+@pytest.mark.slow
 def test_more_bits_say_more_and_beat_levels_of_even_spacing():
     keys, values = rotated(plain_keys(4), POSITIONS), some_values(4)
     errors = []

@@ -97,6 +97,7 @@ def test_growing_from_nothing_finds_what_building_finds(keys):
     assert found["grown"] >= found["built"] - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("below", [MeanKeys(), LowBitKeys(2)], ids=repr)
 def test_it_keeps_to_the_protocol(below):
     indexes.keeps_to_the_protocol(Hierarchical(below, segment=16))

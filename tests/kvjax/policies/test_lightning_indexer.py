@@ -88,6 +88,7 @@ def test_growing_equals_building():
         np.testing.assert_array_equal(grown[name][:, :34], array[:, :34])
 
 
+@pytest.mark.slow
 def test_it_keeps_to_the_protocol():
     indexes.keeps_to_the_protocol(indexer())
 
@@ -106,6 +107,7 @@ def test_bytes_are_those_of_the_arrays():
     assert index.scanned_bytes_per_page(2, 32, 16) == index.bytes_per_page(2, 32, 16)
 
 
+@pytest.mark.slow
 def test_other_heads_are_refused():
     keys = jnp.zeros((2, 3, SIZE, DIM))
     with pytest.raises(KvjaxError, match=r"48 channels.*learned of 32.*kvjax distill indexer"):
