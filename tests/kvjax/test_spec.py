@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import spec as spec_module
+from kvjax.formats import estimates
 from kvjax.formats.estimates import quantized_bytes_per_element, residual_ratio
 from kvjax.spec import (
     ITEM_BYTES,
@@ -36,9 +37,9 @@ def specs(draw):
 
 def test_worked_numbers():
     """The docstrings hold the numbers of the articles; none may be skipped or wrong."""
-    failed, attempted = doctest.testmod(spec_module)
-    assert failed == 0
-    assert attempted >= 20
+    results = [doctest.testmod(module) for module in (spec_module, estimates)]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) >= 24
 
 
 def held_pages(layer, length, page_size):
