@@ -274,7 +274,7 @@ def init(
         check_integer(name, value, 1)
     if window_chunk is not None:
         check_integer("window_chunk", window_chunk, 1, ", or None")
-    check_pools(spec, num_pages, page_size)
+    check_pools(spec, num_pages, page_size, batch=batch, window_chunk=window_chunk)
     if format is not None:
         check_packable(spec, window_chunk)
         format.check(spec, page_size)
@@ -291,10 +291,7 @@ def init(
         packed = None if format is None else format.layer(spec, index)
         heads, *dims = layer.pool_dims
         if format is None or packed is None:
-            pages = num_pages
-            if layer.window is not None and window_chunk is not None:
-                reach = layer.window + window_chunk - 1
-                pages = min(pages, batch * ring_pages(reach, page_size))
+            pages = _pages_of(layer, num_pages, page_size, batch, window_chunk)
             pools: list[Any] = [jnp.zeros((pages, heads, page_size, d), dtype) for d in dims]
             newest = None
         else:
@@ -320,6 +317,15 @@ def init(
         spec=spec,
         format=format,
     )
+
+
+def _pages_of(
+    layer: LayerSpec, num_pages: int, page_size: int, batch: int, window_chunk: int | None
+) -> int:
+    """Pages of one layer's pool: N, or those of all sequences' rings."""
+    if layer.window is None or window_chunk is None:
+        return num_pages
+    return min(num_pages, batch * ring_pages(layer.window + window_chunk - 1, page_size))
 
 
 def _no_state(layer: LayerSpec, batch: int) -> Float32[Array, "B H D Dv"] | None:
@@ -396,13 +402,22 @@ def as_int32(name: str, values: object) -> Int32[Array, "..."]:
     return array.astype(jnp.int32)
 
 
-def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
+def check_pools(
+    spec: KVSpec,
+    num_pages: int,
+    page_size: int,
+    *,
+    batch: int = 1,
+    window_chunk: int | None = None,
+) -> None:
     """Refuse pools that cannot be made, before anything is traced.
 
     Args:
       spec: what a token stores in each layer.
       num_pages: N.
       page_size: P, tokens a page.
+      batch: B, sequences.
+      window_chunk: as `init` takes it.
 
     Raises:
       KvjaxError: a pool is too large to index, or the spec's dtype is one that pools do not hold.
@@ -421,9 +436,10 @@ def check_pools(spec: KVSpec, num_pages: int, page_size: int) -> None:
                 f"index keys in {INDEX_FLOAT4}"
             )
         heads, *dims = layer.pool_dims
-        elements = num_pages * page_size * heads * max(*dims, layer.index_dim)
+        pages = _pages_of(layer, num_pages, page_size, batch, window_chunk)
+        elements = pages * page_size * heads * max(*dims, layer.index_dim)
         if elements > MAX_INT32:
-            most = MAX_INT32 * num_pages // elements
+            most = MAX_INT32 * pages // elements
             raise KvjaxError(
                 f"num_pages is {num_pages}: layer {index}'s pool would have {elements} elements, "
                 f"more than int32 can index; use at most {most} pages"

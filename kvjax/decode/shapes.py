@@ -124,11 +124,13 @@ def plan(
         )
     pages = half_step(sum(held))
     num_pages = cache.num_pages or pages
-    check_pools(spec, num_pages, size)
-    chunk = chunk_size(sum(lengths), int(prefill_chunk))
+    chunk, batch = chunk_size(sum(lengths), int(prefill_chunk)), power_of_two(len(lengths))
+    # Of a cross-decoder's cache, what windows leave behind would be most.
+    rings = config.cross_from is not None
+    check_pools(spec, num_pages, size, batch=batch, window_chunk=chunk if rings else None)
     return Shapes(
         spec=spec,
-        batch=power_of_two(len(lengths)),
+        batch=batch,
         chunk=chunk,
         chunks=-(-pages * size // chunk),
         num_pages=num_pages,
@@ -137,8 +139,7 @@ def plan(
         room=4 ** (-(-(max(new_tokens, 16) - 1).bit_length() // 2)),
         attention=cache.attention,
         format=page_format,
-        # Of a cross-decoder's cache, what windows leave behind would be most.
-        rings=config.cross_from is not None,
+        rings=rings,
     )
 
 

@@ -184,6 +184,7 @@ def test_a_ragged_batch_has_the_bytes_of_its_sequences_alone():
                 np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_window_stays_as_it_is_unless_asked():
     assert [recent is None for recent in empty(int4()).recent] == [False, False, False, True]
     every = dataclasses.replace(int4(), skip_windows=False, skip_layers=(-3,))

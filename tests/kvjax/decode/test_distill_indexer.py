@@ -83,6 +83,7 @@ def test_what_it_chooses_keeps_more_of_the_attention_than_page_means():
     assert tokens <= kept()["the best tokens for all heads", 16].attention
 
 
+@pytest.mark.slow
 def test_more_pages_keep_more_and_bytes_are_those_that_are_read():
     for method in ("page means", "Quest's bounds", "exact keys"):
         assert kept()[method, 8].attention >= kept()[method, 16].attention

@@ -109,6 +109,7 @@ def test_a_prompt_that_shares_only_the_beginning_reads_tokens_in_their_own_order
     assert stats.key != info.key
 
 
+@pytest.mark.slow
 def test_a_second_order_is_not_mixed_with_pages_of_the_first(tmp_path, model, ids):
     prefixes = stored(tmp_path, model, ids, budget="100%", host_bytes=1 << 24)
     expected = answer(model, ids, prefixes)[0]

@@ -119,6 +119,7 @@ def test_one_row_ends_and_the_others_are_unharmed(faulty, tmp_path, fault, after
     assert got.stats.new_tokens == sum(map(len, got.tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["fails", "never returns"])
 def test_one_fault_is_none(faulty, tmp_path, fault):
     """A read that fails, or does not return in time, is made again."""

@@ -115,6 +115,7 @@ def test_what_holds_no_token_is_never_read():
                 np.testing.assert_array_equal(logits[row], want[offset + 1])
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_run_write_nothing():
     """A warm-up or a padded batch that writes through what is left of a sequence destroys it: a row
     that stands still keeps its slots, its index and its pages, and goes on as if nothing was."""

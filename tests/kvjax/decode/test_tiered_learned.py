@@ -81,6 +81,7 @@ def test_pages_are_those_that_each_layers_indexer_chooses():
     assert np.abs(got - other.logits[: len(got)]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_that_were_learned():
     """Weights are its arguments: another indexer compiles nothing, and chooses its own pages."""
     ids, count = prompt(85 + TOKENS), {"prompt": 85, "size": SIZE, "count": 4}

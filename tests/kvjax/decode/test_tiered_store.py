@@ -46,6 +46,7 @@ def test_a_damaged_prompt_fails_once_and_is_written_anew(tiny, tmp_path):
     assert not PageStore.open(tmp_path / "pages").verify()
 
 
+@pytest.mark.slow
 def test_host_memory_while_a_prompt_is_prefilled(tiny, tmp_path, monkeypatch):
     """All pages of one that is new; of one that is found only those that are to be generated."""
     whole, held = SequencePages.put, []

@@ -85,6 +85,7 @@ def test_an_equal_plan_is_that_window(tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [((5, 5), (5, 5)), ((5, 12), (7, 5)), ((12, 12), (12, 12))])
 def test_heads_use_no_more_slots_than_their_limit(limits):
     """A program with more of them decodes as one that has no more."""

@@ -34,6 +34,7 @@ from kvjax.decode.stream import _step
 from kvjax.model import from_checkpoint
 from kvjax.models import LayerConfig, ModelConfig, random_checkpoint
 from kvjax.models.yoco_files import yoco_config
+from kvjax.spec import KVSpec, LayerSpec
 from tests.kvjax.cache.plain import scattered
 from tests.kvjax.decode.test_tpu_compile import ABSTRACT_MESH, on, there  # noqa: F401
 from tests.kvjax.decode.tiny import VOCAB, logprobs, prompt
@@ -176,6 +177,20 @@ def test_capacity_grows_by_one_layer_and_reads_by_all(model):
 
 
 @pytest.mark.slow
+def test_only_what_is_kept_must_be_small_enough_to_index(model):
+    """Of a million tokens, pools of windows have a ring's pages; another layer has them all."""
+    layers = (LayerSpec.gqa(24, 128, window=1024), LayerSpec.gqa(8, 128))
+    sizes = {"num_pages": 2**16, "batch": 1, "max_pages": 2**16}
+    cache = jax.eval_shape(lambda: init(KVSpec(layers), **sizes, window_chunk=512))
+    assert [pool.shape[0] for pool in cache.k_pages] == [97, 2**16]
+    with pytest.raises(
+        KvjaxError, match="num_pages is 65536: layer 0's pool would have 3221225472"
+    ):
+        init(KVSpec(layers), **sizes)
+    with pytest.raises(KvjaxError, match="use at most 131071 pages"):
+        init(KVSpec(layers), num_pages=2**18, batch=1, max_pages=2**18, window_chunk=512)
+
+
 def test_most_tokens_of_a_prompt_leave_after_the_self_decoder():
     """Counted in compiled programs: the cross-decoder's matrices meet one token, not a chunk's."""
     args = ARGS | {"dim": 64, "hidden_dim": 256}
