@@ -168,7 +168,7 @@ def test_re_prefill_is_a_program_for_a_tpu(there, device_rows, pinned_rows):
     with jax.sharding.use_abstract_mesh(ABSTRACT_MESH):
         program, _ = compiled(
             _reprefill,
-            (call.model.graphdef, shapes, room, ByPages(sketch)),
+            (call.model.graphdef, shapes, room, ByPages(sketch), None),
             on(there, call.params),
             state,
             dataclasses.replace(on(there, prefix), near=near),
