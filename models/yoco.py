@@ -1,10 +1,9 @@
 """A cross-decoder's attention: keys and values are made once (YOCO, arXiv:2405.05254).
 
 A model's first layers are a self-decoder, whose state does not grow with the context: windows, or
-gated retention (`kvjax.models.retention`). The others
-are a cross-decoder: its first layer makes keys and values of what the self-decoder put out, and
-all of its layers attend to these. So a token's way to the last layer is only gone where what comes
-out is wanted (section 2.3).
+gated retention (`kvjax.models.retention`). The others are a cross-decoder: its first layer makes
+keys and values of what the self-decoder put out, and all of its layers attend to these. So a
+token's way to the last layer is only gone where what comes out is wanted (section 2.3).
 """
 
 from typing import NamedTuple
